@@ -48,14 +48,11 @@ MAY_IMPORT = {
     "engine.interfaces": "kv engine.sequence engine.step_plan engine.scheduling",
     "engine.core": "errors units engine.sequence engine.step_plan engine.scheduling"
     " engine.scheduler engine.interfaces",
-    "engine.runner": "errors units spec kv attention layers models devices engine.sequence"
-    " engine.step_plan engine.interfaces"
-    " engine.kv_cache engine.sequence",
     "engine": "errors units config spec memory kv attention models devices"
     " sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.detokenizer engine.kv_sizing engine.kv_cache"
-    " engine.runner engine.sampling engine.structured",
+    " engine.sampling engine.structured",
     "planner": "errors units traces config spec memory kv sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.kv_sizing figures",

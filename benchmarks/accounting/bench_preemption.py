@@ -95,7 +95,7 @@ def play_way(load: Load, way: Way, *, caching: bool) -> Outcome:
 
     def prepare(scheduler: Scheduler) -> None:
         if not way.spares:
-            scheduler._preemption.victim = _last_in  # type: ignore[method-assign]
+            scheduler._victim = _last_in  # type: ignore[method-assign]
 
     return play(
         load,

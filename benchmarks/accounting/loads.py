@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from quire.engine.scheduler import Scheduler, SchedulerLimits
-from quire.engine.scheduling.preemption import SwapSpace
 from quire.engine.scheduling.step_costs import Costs
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Sampled
 from quire.kv import STRATEGIES, CacheConfig
@@ -225,7 +225,7 @@ def play(
         scheduler.update(plan, results)
         accounting.drain()
         num_steps, num_new = num_steps + 1, num_new + len(results)
-    stats = scheduler.stats
+    stats = scheduler.statistics
     ideal = sum(job.num_prompt_tokens + job.num_output_tokens - 1 for job in load.jobs)
     return Outcome(
         seconds=now_s,

@@ -28,7 +28,7 @@ from quire.bench import calibrate as calibration
 from quire.bench.calibrate import calibrate, warm_up
 from quire.engine.llm import LLM
 from quire.engine.scheduler import Scheduler
-from quire.engine.scheduling.preemption import Clock
+from quire.engine.scheduling.step_costs import Clock
 from quire.engine.sequence import Request
 from quire.engine.statistics import Statistics
 from quire.engine.step_plan import StepPlan

@@ -180,7 +180,7 @@ def test_who_makes_room_is_swapped_and_comes_back(gpu: Gpu) -> None:
     scheduler.plan = plan  # type: ignore[method-assign]
     gpu.reset()
     assert texts(llm) == want
-    assert scheduler.stats.num_swaps == 2
+    assert scheduler.statistics.num_swaps == 2
     assert gpu.num_replays >= 8
 
 

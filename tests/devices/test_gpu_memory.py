@@ -86,7 +86,7 @@ def test_tokens_are_the_same_after_a_swap(cache: str) -> None:
                     scheduler._preempt(scheduler._queues.running[-1], "a test")
                 llm.engine.step()
                 turn += 1
-            stats = scheduler.stats
+            stats = scheduler.statistics
             assert stats.num_swaps == len(turns)
             assert (stats.loaded_bytes > 0) == bool(turns)
             return [sequence.output_token_ids for sequence in started]

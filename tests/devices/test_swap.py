@@ -128,7 +128,7 @@ def test_tokens_are_the_same_after_a_swap(
         ) as llm:
             llm.engine.scheduler.costs.note_step = lambda *_: None  # type: ignore[method-assign]
             texts = [each.token_ids for each in llm.generate(prompts, params)]
-            stats = llm.engine.scheduler.stats
+            stats = llm.engine.scheduler.statistics
             assert stats.num_swaps == stats.num_preemptions
             assert (stats.num_swaps > 0) == (num_tokens < 1000)
             assert stats.num_recomputed_tokens == 0

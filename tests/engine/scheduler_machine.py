@@ -34,8 +34,8 @@ from conformance.sharing_model import SHARING_KINDS, groups_of
 from conformance.strategy_cases import KINDS, OPTIONS
 from quire.engine.scheduler import NO_DRAFTS, Drafts, Scheduler, SchedulerLimits
 from quire.engine.scheduling.policy import POLICIES
-from quire.engine.scheduling.preemption import SwapSpace, slots_of
 from quire.engine.scheduling.step_costs import Costs, Prices
+from quire.engine.scheduling.swap_space import SwapSpace, slots_of
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Chunk, Sampled, StepPlan
 from quire.errors import RequestTooLong
@@ -188,7 +188,7 @@ class Watch:
         most = self.max_model_len + 2
         assert self._steps_without_news <= most or not self.unfinished, "nothing new is computed"
         self.scheduler.check()
-        stats = self.scheduler.stats
+        stats = self.scheduler.statistics
         assert stats.num_recomputed_tokens == self.num_recomputed.total()
         for seq_id in self.scheduler.swap.drain():
             self.saved.pop(seq_id, None)

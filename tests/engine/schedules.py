@@ -139,8 +139,8 @@ class Schedule:
                 for sequence in sequences:
                     self.compare(which, sequence, result)
             scheduler = llm.engine.scheduler
-            result.num_preemptions = scheduler.stats.num_preemptions
-            result.num_swaps = scheduler.stats.num_swaps
+            result.num_preemptions = scheduler.statistics.num_preemptions
+            result.num_swaps = scheduler.statistics.num_swaps
             result.num_accepted_tokens = scheduler.statistics.num_accepted_tokens
         return result
 

@@ -33,8 +33,8 @@ from quire.engine.kv_cache import KVCache
 from quire.engine.sampling import LogitsSampler
 from quire.engine.scheduler import Drafts, Scheduler, SchedulerLimits
 from quire.engine.scheduling.policy import POLICIES
-from quire.engine.scheduling.preemption import SwapSpace
 from quire.engine.scheduling.step_costs import Costs
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Chunk, Save, StepPlan, TokenOutput
 from quire.engine.swap.kv_mover import HostTimer, StoreMover

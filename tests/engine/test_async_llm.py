@@ -555,7 +555,7 @@ def test_a_storm_of_aborts_changes_nothing_for_who_stays(num: int) -> None:
             assert_all_is_given_back(llm.llm)
             assert llm.llm.usage() == free_before
             llm.llm.engine.scheduler.check()
-            assert not llm._desk._tickets
+            assert not llm._tracker._requests
             assert not llm.llm._listeners
             assert await all_of(llm) == want
 

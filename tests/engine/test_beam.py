@@ -337,7 +337,7 @@ def test_a_beam_is_swapped_out_with_what_it_has_just_been_given(strategy: str) -
             llm.step = step  # type: ignore[method-assign]
             found = llm.beam_search(prompts()[:1], params(ignore_eos=True))
             assert_found(found, wanted("llama", (), 1.0)[:1])
-        assert llm.engine.scheduler.stats.num_swaps > LENGTH
+        assert llm.engine.scheduler.statistics.num_swaps > LENGTH
 
 
 def test_guesses_are_not_for_beams() -> None:

@@ -208,7 +208,7 @@ def test_a_mailbox_that_takes_nothing_raises_in_its_reader(monkeypatch: pytest.M
             good = asyncio.ensure_future(llm.complete(prompts()[0], LONG))
             bad = llm.generate(prompts()[1], replace(LONG, n=2), request_id="bad")
             await anext(bad)
-            broken.append(llm._desk._tickets["bad"].mailbox)
+            broken.append(llm._tracker._requests["bad"].collector)
             with pytest.raises(MemoryError, match="no room for a piece"):
                 async for _ in bad:
                     pass
@@ -371,6 +371,27 @@ def test_nothing_is_begun_or_stepped_once_it_is_closed() -> None:
     assert not llm.engine.scheduler.has_unfinished
     llm.engine.step = None  # type: ignore[method-assign,assignment]
     assert not llm.step()
+
+
+def test_a_step_from_a_callback_of_close_is_refused_in_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The thread that closes would wait for itself."""
+    llm = LLM(model_of("llama"), max_model_len=128, kv_cache_memory_bytes="64MB")
+    ends = deque[str | None]()
+
+    def deliver(delta: TextDelta) -> None:
+        ends.append(delta.finish_reason)
+        llm.step()
+
+    llm.start(llm.request(prompts()[0], GREEDY), deliver)
+    closing = Thread(target=llm.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive(), "it waits for ever"
+    assert list(ends) == ["abort"]
+    assert "step() was called from a deliver callback" in caplog.text
+    assert not llm.step(), "outside of one it says that there is nothing to do"
 
 
 def test_a_piece_after_the_end_of_a_listener_is_dropped() -> None:

@@ -226,7 +226,7 @@ def test_a_better_priority_takes_room_and_seat_and_equals_wait(lacking: str) -> 
 def test_who_came_back_is_spared_once() -> None:
     one = watch(64, max_num_seqs=8, headroom=0.0)
     a, b, c = added(one, (16, 30), (12, 30), (8, 30))
-    victim = one.scheduler._preemption.victim
+    victim = one.scheduler._victim
     assert victim([a, b, c]) is c
     c.came_back = True
     assert victim([a, b, c]) is b

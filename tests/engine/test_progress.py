@@ -14,12 +14,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from conformance.covering import only
 from conformance.strategy_cases import OPTIONS, layers_of, model_spec
 from engine.scheduler_machine import SchedulerMachine, Watch
-from quire.engine import scheduler
 from quire.engine.scheduler import Scheduler
-from quire.engine.scheduling.admission import InBatchPrefixes, SlotAllocator
+from quire.engine.scheduling.admission import InBatchPrefixes
 from quire.engine.scheduling.plan_builder import PlanBuilder
-from quire.engine.scheduling.preemption import SwapSpace
-from quire.engine.scheduling.update import mark_computed
+from quire.engine.scheduling.slot_allocator import SlotAllocator
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence
 from quire.kv import STRATEGIES, BlockCoordinator, CacheConfig
 from quire.kv.paged import PagedAccounting
@@ -57,7 +56,7 @@ def _wait_for_ever(self: Scheduler, sequence: Sequence, *_: Any) -> None:
     """A sequence that finds no room in an empty cache is not ended."""
     if self._queues.is_running(sequence):
         _preempt(self, sequence, "no sequence")
-    self._made_room.add(sequence.seq_id)  # so that the plan comes to an end
+    self._preempted.add(sequence.seq_id)  # so that the plan comes to an end
 
 
 def _to_the_tail(self: Scheduler, *arguments: Any, **options: Any) -> None:
@@ -72,9 +71,9 @@ def _the_first_makes_room(self: Scheduler, step: PlanBuilder, sequence: Sequence
     _extend(self, step, sequence)
 
 
-def _a_token_too_far(*arguments: Any) -> None:
-    mark_computed(*arguments)
-    for chunk in arguments[2][:1]:
+def _a_token_too_far(self: Scheduler, chunks: Any, *arguments: Any) -> None:
+    _mark_computed(self, chunks, *arguments)
+    for chunk in chunks[:1]:
         chunk.sequence.num_computed_tokens += not chunk.samples
 
 
@@ -92,11 +91,12 @@ def _a_step_too_long(self: InBatchPrefixes) -> None:
 
 
 _preempt, _extend, _look_up = Scheduler._preempt, Scheduler._extend, SlotAllocator.look_up
+_mark_computed = Scheduler._mark_computed
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "who never fits waits for ever": (Scheduler, "_end_for_lack_of_room", _wait_for_ever),
     "who made room is served last": (Scheduler, "_preempt", _to_the_tail),
     "the first makes room": (Scheduler, "_extend", _the_first_makes_room),
-    "a token is skipped": (scheduler, "mark_computed", _a_token_too_far),
+    "a token is skipped": (Scheduler, "_mark_computed", _a_token_too_far),
     "a token is restored that was not saved": (SlotAllocator, "look_up", _a_token_more),
     "one waits for a step that is over": (InBatchPrefixes, "begin_plan", _a_step_too_long),
     "swap space is not given back": (SwapSpace, "release", lambda *_: None),

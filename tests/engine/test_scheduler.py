@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from engine.scheduler_machine import EOS, HEADROOM, PRICES, Watch
 from quire.engine.scheduler import Scheduler, SchedulerLimits
-from quire.engine.scheduling.preemption import SwapSpace
 from quire.engine.scheduling.step_costs import Costs, Prices
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Request, Sequence, TokenLogprobs
 from quire.engine.step_plan import Sampled
 from quire.errors import RequestTooLong
@@ -527,7 +527,7 @@ def test_what_finds_no_swap_space_is_computed_again() -> None:
     until_preempted(run, last)
     until_preempted(run, second)
     assert (second.num_saved_tokens, last.num_saved_tokens) == (0, 24)
-    assert run.scheduler.stats.num_swaps == 1
+    assert run.scheduler.statistics.num_swaps == 1
     run.to_the_end()
 
 

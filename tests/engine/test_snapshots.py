@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.scheduling.plan_builder import StateCheckpoints
-from quire.engine.scheduling.update import FaultIsolation
+from quire.engine.scheduling.plan_builder import FaultIsolation, StateCheckpoints
 from quire.engine.sequence import Request, Sequence
 from quire.engine.step_plan import Chunk
 from quire.sampling_params import SamplingParams

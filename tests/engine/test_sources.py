@@ -216,7 +216,7 @@ def test_who_makes_room_goes_on_with_the_same_tokens(cache: str, way: str, tmp_p
 
         scheduler.plan = plan  # type: ignore[method-assign]
         assert texts(llm, prompts("bart")) == expected("bart")
-        stats = scheduler.stats
+        stats = scheduler.statistics
         assert stats.num_preemptions == 3
         if way == "recompute":
             assert stats.num_recomputed_tokens

@@ -94,7 +94,7 @@ def test_preempted_work_is_counted_once_and_what_it_costs_apart() -> None:
         assert counted.num_generation_tokens == 4 * 60
         assert counted.prefix_query_tokens == 4 * 30, "a prompt is looked up once"
         assert counted.request_preemptions.sum == counted.num_preemptions
-        assert own.engine.scheduler.stats.num_preemptions == counted.num_preemptions
+        assert own.engine.scheduler.statistics.num_preemptions == counted.num_preemptions
 
 
 def test_a_prompt_that_several_share_counts_once(llm: LLM) -> None:

@@ -17,7 +17,7 @@ from models.test_recurrent import HYBRIDS
 from quire import LLM, SamplingParams
 from quire.engine import kv_sizing as needs
 from quire.engine.kv_cache import KVCache
-from quire.engine.scheduling.preemption import readable_tokens, slots_of
+from quire.engine.scheduling.swap_space import readable_tokens, slots_of
 from quire.engine.sequence import Sequence
 from quire.engine.swap.kv_mover import HostTimer, KVMover, StoreMover
 from quire.engine.swap.kv_store import FileKVStore, KVStore, MemoryKVStore, _forms
@@ -71,9 +71,9 @@ def test_preempted_sequences_go_on_with_the_same_tokens(
         room = 256 if name == "llama" else 160  # windows need less
         with made(name, room, **{**options, **swapping}) as llm:
             assert outputs(llm) == expected
-            stats = llm.engine.scheduler.stats
+            stats = llm.engine.scheduler.statistics
             assert not list(tmp_path.iterdir()), "a swap file has no name"
-        assert stats.swap_used_bytes == 0
+        assert llm.engine.scheduler.swap.used_bytes == 0
         if "swap_space" in swapping:
             assert stats.num_swaps == 0
         else:
@@ -169,9 +169,9 @@ def test_what_swap_cannot_do_is_computed_again(
         shelf = FailingShelf(verb)
         llm.engine._swap._mover._shelf = shelf  # type: ignore[union-attr]
         assert outputs(llm) == expected
-        stats = llm.engine.scheduler.stats
+        stats = llm.engine.scheduler.statistics
         assert shelf.num_calls > 0
-        assert stats.swap_used_bytes == 0
+        assert llm.engine.scheduler.swap.used_bytes == 0
         assert stats.num_recomputed_tokens > 0
     assert "no space left" in caplog.text
 
@@ -194,7 +194,7 @@ def test_an_exception_in_a_step_that_brings_something_back_loses_no_token(
         monkeypatch.setattr(runner, "run", fail_once)
         assert outputs(llm) == expected
         assert num_failures > 0
-        assert llm.engine.scheduler.stats.num_recomputed_tokens == 0
+        assert llm.engine.scheduler.statistics.num_recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("to_file", [False, True])
@@ -236,8 +236,8 @@ def test_what_is_saved_anew_is_not_dropped_for_what_was_saved_before(
         while llm.step():
             llm.engine.scheduler.check()
         assert place.output_token_ids == parent.output_token_ids
-        assert llm.engine.scheduler.stats.num_swaps == 2
-        assert llm.engine.scheduler.stats.num_recomputed_tokens == 0
+        assert llm.engine.scheduler.statistics.num_swaps == 2
+        assert llm.engine.scheduler.statistics.num_recomputed_tokens == 0
     assert "failed" not in caplog.text
 
 
@@ -245,7 +245,7 @@ def test_a_full_swap_space_recomputes() -> None:
     expected = undisturbed("llama")
     with made(num_tokens=160, swap_space=60 * KIB) as llm:  # a short one, and no longer ones
         assert outputs(llm) == expected
-        stats = llm.engine.scheduler.stats
+        stats = llm.engine.scheduler.statistics
     assert 0 <= stats.num_swaps < stats.num_preemptions
 
 

@@ -205,7 +205,7 @@ def test_siblings_share_the_prompt(hybrid: PreTrainedModel) -> None:
     params = SamplingParams(n=3, max_tokens=8, temperature=1.0, seed=7, ignore_eos=True)
     with llm_of(hybrid) as llm:
         (together,) = llm.generate([PROMPTS[1]], params)
-        assert llm.engine.scheduler.stats.num_recomputed_tokens == 0
+        assert llm.engine.scheduler.statistics.num_recomputed_tokens == 0
     with llm_of(hybrid, max_num_seqs=1) as llm:
         (one_by_one,) = llm.generate([PROMPTS[1]], params)
     assert [c.token_ids for c in together.choices] == [c.token_ids for c in one_by_one.choices]
@@ -468,7 +468,7 @@ def test_who_makes_room_may_have_its_state_saved(
 
         scheduler.plan = plan  # type: ignore[method-assign]
         assert texts(llm) == alone
-        stats = scheduler.stats
+        stats = scheduler.statistics
         assert stats.num_swaps == 3
         assert stats.num_recomputed_tokens == 0
         assert stats.loaded_bytes == stats.saved_bytes >= 3 * llm.spec.state_bytes

@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.bench.load import vocabulary_of
 from quire.bench.workload import Vocabulary
-from quire.engine.scheduling.preemption import Clock
+from quire.engine.scheduling.step_costs import Clock
 from quire.kv import Accounting, CacheConfig, Copy, Storage, build_accounting, build_storage
 from quire.kv.layout import attention_groups
 from quire.planner.simulation.cost_model import (

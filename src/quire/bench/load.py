@@ -212,7 +212,7 @@ class CacheWatch:
 
 
 def _counts(llm: "AsyncLLM") -> tuple[int, int, int]:
-    stats = llm.llm.engine.scheduler.stats
+    stats = llm.llm.engine.scheduler.statistics
     return stats.num_preemptions, stats.num_swaps, stats.num_recomputed_tokens
 
 

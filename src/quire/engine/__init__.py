@@ -1,4 +1,4 @@
-"""Many requests at once over any strategy. ``engine.Engine.step`` is the loop to read first.
+"""The engine: many requests at once over any strategy. Read ``Engine.step`` in ``core`` first.
 
-Importing the room, ``sequence`` or ``scheduler`` imports no torch; the other modules may.
+Importing this room, ``sequence`` or ``scheduler`` imports no torch.
 """

@@ -1,17 +1,16 @@
 """A model over a cache of its own, with the fastest attention that serves it, tried out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from quire.attention import BY_TORCH, AttentionBackend, backend_for_graphs, choose_backend
 from quire.config import EngineConfig, kernel_dir
 from quire.engine.kv_cache import KVCache, MakePair
-from quire.engine.runner import ModelRunner, Ranks
-from quire.engine.validation import refuse_switching_positions, refuse_too_little
+from quire.engine.parallel.leader import LeaderGroup
+from quire.engine.runner import ModelRunner
 from quire.errors import ConfigError, MemoryUnavailable
-from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage
+from quire.kv import Accounting, CacheConfig, Never, Storage, build_accounting, build_storage
 from quire.kv.layout import attention_groups, attention_spec
 from quire.memory import MemoryProvider
 from quire.memory.by_device import give_back_kept, memory_for
@@ -21,26 +20,15 @@ from quire.models.fingerprint import ModelFingerprint
 from quire.models.fused_modules import FusedModules
 from quire.models.loader import LoadedModel
 from quire.spec import ModelSpec
+from quire.units import format_bytes, format_count
 
 _SMALL_CACHE_BYTES, _SMALL_MODEL_LEN = 2**26, 128  # of a small copy: addresses, more than pages
-
-
-class RankGroup(Ranks, Protocol):
-    """Other ranks, which have the rest of the model and of its cache."""
-
-    @property
-    def least_committed_bytes(self) -> int:
-        """Of the rank that has committed the fewest."""
-        ...
-
-    def make_storage(self, make: Callable[[], Storage]) -> Storage:
-        """This rank's storage, which tells the others of what is decided."""
-        ...
+_TRIAL_ID = -1  # requests count from 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """What computes a model's steps."""
+    """A cache and what computes a model's steps over it."""
 
     kv: KVCache
     runner: ModelRunner
@@ -70,17 +58,19 @@ def assemble(
     sizes: CacheConfig,
     provider: MemoryProvider,
     config: EngineConfig,
-    team: RankGroup | None = None,
+    team: LeaderGroup | None = None,
 ) -> Assembly:
-    """``spec`` has keys and values as they are kept; ``team`` has the rest of the model.
+    """Put a model over a cache, and try it out. ``team`` has the rest of the model.
+
+    ``spec`` has the dtypes in which keys and values are stored.
 
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
-    refuse_switching_positions(loaded, sizes.max_model_len)
-    refuse_too_little(build_accounting(strategy, spec, sizes), sizes.max_model_len)
+    _refuse_switching_positions(loaded, sizes.max_model_len)
+    _refuse_too_little(build_accounting(strategy, spec, sizes), sizes.max_model_len)
     backend, make_pair = prepare(loaded, spec, strategy, sizes, provider, config, team)
-    kv = KVCache(make_pair, None if team is None else lambda: team.least_committed_bytes)
-    # Parts of layers have no stand-ins: what joins them to the others' is in their calls.
+    kv = KVCache(make_pair, team)
+    # A rank's part of a layer has no stand-in: its call joins it to the other ranks' parts.
     can_exchange = team is None and loaded.device.type == "cpu"
     watch = ModelFingerprint(loaded.model, is_private=loaded.is_private)
     stand_ins = FusedModules(loaded.model, kernel_dir(), watch) if can_exchange else None
@@ -104,21 +94,21 @@ def _small_runner(
     sizes: CacheConfig,
     provider: MemoryProvider,
     config: EngineConfig,
-    team: RankGroup | None,
+    team: LeaderGroup | None,
 ) -> Iterator[ModelRunner | None]:
-    """What runs a small copy of the model, over a cache of its own; None where none is needed.
+    """Run a small copy of the model over its own cache; None where it needs or has no copy.
 
-    None too where none can be made. Where what attends in the model cannot in the copy, torch does.
+    Where the model's attention backend cannot serve the copy, torch attends in it.
     """
     specs = [attention_spec(group) for group in attention_groups(spec.groups)]
-    # Other ranks have no copy; what reads a source has more parts than a copy would be cut by.
+    # Other ranks have no copy, and an encoder-decoder has parts that a copy would not cut.
     copied = None
     if team is None and not loaded.spec.source_tokens and hides_errors(loaded.model.dtype, specs):
         copied = small_copy(loaded)
     if copied is None:
         yield None
         return
-    # On the host what is kept for the model's own cache stays untouched.
+    # On the host the memory for the model's own cache stays untouched.
     on_host = loaded.device.type == "cpu"
     memory = memory_for(loaded.device, "on-demand") if on_host else provider
     cut = replace(
@@ -139,7 +129,7 @@ def _small_runner(
         yield ModelRunner(copied, kv, backend)
     finally:
         kv.close()
-        with suppress(MemoryUnavailable):  # as after a fault in a kernel, which is to be said
+        with suppress(MemoryUnavailable):  # after a kernel's fault, whose error goes first
             give_back_kept(memory)
 
 
@@ -150,17 +140,16 @@ def prepare(
     sizes: CacheConfig,
     provider: MemoryProvider,
     config: EngineConfig,
-    team: RankGroup | None = None,
+    team: LeaderGroup | None = None,
 ) -> tuple[AttentionBackend, MakePair]:
-    """What attends, and what makes a cache's pair. Raises: ConfigError."""
+    """Choose the attention backend and return it with the cache's maker. Raises: ConfigError."""
     backend = choose_backend(
         config.attention_backend,
         [attention_spec(group) for group in attention_groups(spec.groups)],
         loaded.device,
         kernel_dir=kernel_dir(),
     )
-
-    make_writer = backend.make_writer  # all that the cache needs of it, once steps have ended
+    make_writer = backend.make_writer  # without the rest of the backend, which outlives steps
 
     def make_pair() -> tuple[Accounting, Storage]:
         accounting = build_accounting(strategy, spec, sizes)
@@ -177,3 +166,38 @@ def prepare(
         return accounting, make_storage() if team is None else team.make_storage(make_storage)
 
     return backend, make_pair
+
+
+def _refuse_switching_positions(loaded: LoadedModel, max_model_len: int) -> None:
+    """Refuse a length at which one sequence would turn the positions of all others.
+
+    Transformers' "longrope" takes other frequencies for a whole batch as soon as one of its
+    positions is past the length of the original training. Raises: ConfigError.
+    """
+    parameters = getattr(loaded.model.config.get_text_config(), "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            limit = rope["original_max_position_embeddings"]
+            if max_model_len > limit:
+                raise ConfigError(
+                    f"{loaded.name} turns its positions otherwise past {format_count(limit)} "
+                    f"tokens (longrope), which cannot be done for one sequence of a batch: "
+                    f"max_model_len={format_count(max_model_len)} must be at most "
+                    f"{format_count(limit)}"
+                )
+
+
+def _refuse_too_little(accounting: Accounting, max_tokens: int) -> None:
+    """Refuse a cache in which even a short sequence finds no room. Raises: ConfigError."""
+    least = min(max_tokens, 2)  # a prompt and a token
+    accounting.add(_TRIAL_ID, max_tokens=least)
+    verdict = accounting.try_extend(_TRIAL_ID, least)
+    accounting.free(_TRIAL_ID)
+    accounting.drain()
+    if isinstance(verdict, Never):
+        raise ConfigError(
+            f"{format_bytes(verdict.capacity_bytes)} of KV memory cannot hold even a short "
+            f"sequence, which takes {format_bytes(verdict.need_bytes)}: raise "
+            f"kv_cache_memory_bytes or lower what one sequence takes (max_model_len, block_size, "
+            f"growth_tokens)"
+        )

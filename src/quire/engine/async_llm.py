@@ -1,4 +1,4 @@
-"""``AsyncLLM``: ``LLM`` for event loops. It steps in a thread of its own; readers only wait."""
+"""``AsyncLLM``: an ``LLM`` for event loops, which a thread of its own steps."""
 
 import asyncio
 import weakref
@@ -26,13 +26,13 @@ class AsyncLLM:
             async for delta in llm.generate("def fibonacci(n):", SamplingParams(max_tokens=40)):
                 print(delta.text, end="")
 
-    Arguments are those of ``LLM``; ``observe`` is called with the cache's usage after each step, in
-    the thread that steps. ``llm`` is for its figures: leave stepping and closing to this. While
-    requests run, a model in memory is this engine's: its own ``generate`` would meet a step.
+    Arguments are those of ``LLM``. ``observe`` is called with the cache's usage after each step, in
+    the engine's thread. ``llm`` is for its statistics: do not step or close it. While requests run,
+    do not call ``generate`` of a model in memory: it would run beside a step.
 
-    A request that comes while a step runs joins the next one. A reader costs the step nothing: a
-    slow one gets what has come meanwhile as one piece. An engine that fails raises the reason in
-    all readers, and in those that come later.
+    A request that comes while a step runs joins the next one. A reader does not delay a step: a
+    slow one gets its unread pieces as one. After an error of the engine all readers raise it, and
+    later requests too.
 
     Raises: ConfigError, ModelNotLoadable, UnsupportedModel, MemoryUnavailable.
     """
@@ -41,11 +41,11 @@ class AsyncLLM:
         self, model: Any = None, *, observe: Observer | None = None, **options: Any
     ) -> None:
         self.llm = LLM(model, **options)
-        self._desk = RequestTracker(self.llm, observe)
-        # Apart, so that no prompt waits for the compilation of another request's grammar.
+        self._tracker = RequestTracker(self.llm, observe)
+        # Two threads, so that no prompt waits for the compilation of another request's grammar.
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="quire-prompt")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
-        self._finalizer = weakref.finalize(self, self._desk.close)
+        self._finalizer = weakref.finalize(self, self._tracker.close)
 
     async def request(
         self,
@@ -55,9 +55,9 @@ class AsyncLLM:
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
     ) -> Request:
-        """A prompt tokenized and checked, as a request that ``generate`` and ``complete`` take.
+        """Tokenize and check a prompt, in another thread, for ``generate`` and ``complete``.
 
-        Neither here nor in the stepping thread. Raises: RequestError; RequestTooLong.
+        Raises: RequestError; RequestTooLong.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, Params):
@@ -76,25 +76,23 @@ class AsyncLLM:
         keys: PrefixKeys = NO_KEYS,
         request_id: str | None = None,
     ) -> AsyncIterator[TextDelta]:
-        """Continue a prompt, piece by piece; of each of its choices the last has a finish_reason.
+        """Continue a prompt, piece by piece. The last piece of each choice has a finish_reason.
 
-        A ``Request`` has its params, priority and keys already.
+        A ``Request`` has its params, priority and keys already. ``request_id`` is for ``abort``.
 
-        Leaving the loop, and cancelling the task that waits here, ends the request before the next
-        step: what only it holds is given back, what others may share stays in the cache.
-
-        ``request_id`` is for ``abort``.
+        Leaving the loop, or cancelling the task that waits here, ends the request before the next
+        step: what it alone holds is freed, and what others may share stays in the cache.
 
         Raises: RequestError for a prompt that cannot run; RequestTooLong for one that never can;
         MemoryUnavailable where the system has no pages left.
         """
-        ticket = self._desk.open(request_id)
+        state = self._tracker.open(request_id)
         try:
             request = await self._request(prompt, params, priority, keys)
-            async for delta in self._pieces(ticket, request):
+            async for delta in self._pieces(state, request):
                 yield delta
         finally:
-            self._desk.leave(ticket)
+            self._tracker.leave(state)
 
     async def complete(
         self,
@@ -105,58 +103,60 @@ class AsyncLLM:
         keys: PrefixKeys = NO_KEYS,
         request_id: str | None = None,
     ) -> CompletionOutput:
-        """Like ``generate``, all at once. Cancelling it ends the request too."""
-        ticket = self._desk.open(request_id)
+        """Continue a prompt, and return all at once. Cancelling the task ends the request too."""
+        state = self._tracker.open(request_id)
         try:
             request = await self._request(prompt, params, priority, keys)
-            deltas = [delta async for delta in self._pieces(ticket, request)]
-            return completion(request, ticket.sequences, deltas)
+            deltas = [delta async for delta in self._pieces(state, request)]
+            return completion(request, state.sequences, deltas)
         finally:
-            self._desk.leave(ticket)
+            self._tracker.leave(state)
 
     async def abort(self, request_ids: str | Iterable[str] | None) -> None:
-        """End these requests, or all (None); when it returns, what only they held is given back.
+        """End these requests, or all (None), and free what they alone held.
 
-        Their readers get a last piece with the finish_reason "abort". Unknown ids are nothing.
+        Their readers get a last piece with the finish_reason "abort". Unknown ids are ignored.
         """
         names = [request_ids] if isinstance(request_ids, str) else request_ids
-        await asyncio.wrap_future(self._desk.abort(names))
+        await asyncio.wrap_future(self._tracker.abort(names))
 
     async def usage(self) -> Usage:
-        """Bytes reserved, committed, used and wasted between two steps."""
-        return await asyncio.wrap_future(self._desk.call(self.llm.usage))
+        """Return the bytes reserved, committed, used and wasted between two steps."""
+        return await asyncio.wrap_future(self._tracker.call(self.llm.usage))
 
     async def resize(self, kv_cache_memory_bytes: int | str) -> None:
-        """As ``LLM.resize``, between two steps."""
-        await asyncio.wrap_future(self._desk.call(partial(self.llm.resize, kv_cache_memory_bytes)))
+        """Resize as ``LLM.resize`` does, in bytes, between two steps."""
+        await asyncio.wrap_future(
+            self._tracker.call(partial(self.llm.resize, kv_cache_memory_bytes))
+        )
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """As ``LLM.reset_prefix_cache``, between two steps."""
+        """Reset the prefix cache as ``LLM`` does, between two steps."""
         reset = partial(self.llm.reset_prefix_cache, reset_running_requests)
-        return await asyncio.wrap_future(self._desk.call(reset))
+        return await asyncio.wrap_future(self._tracker.call(reset))
 
     async def sleep(self, level: int = 1) -> bool:
-        """As ``LLM.sleep``, between two steps."""
-        return await asyncio.wrap_future(self._desk.call(partial(self.llm.sleep, level)))
+        """Sleep as ``LLM.sleep`` does, between two steps."""
+        return await asyncio.wrap_future(self._tracker.call(partial(self.llm.sleep, level)))
 
     async def wake_up(self) -> None:
-        """As ``LLM.wake_up``. What it raises leaves the LLM asleep."""
-        await asyncio.wrap_future(self._desk.call(self.llm.wake_up, fatal=False))
+        """Wake up as ``LLM.wake_up`` does. After an error the LLM stays asleep."""
+        await asyncio.wrap_future(self._tracker.call(self.llm.wake_up, fatal=False))
 
     @property
     def failure(self) -> Exception | None:
-        """Why no request can run any more, as they will be told; None while they can."""
-        return self._desk.failure
+        """Why no request can run any more; None while requests can."""
+        return self._tracker.failure
 
     async def inspect(self, function: Callable[[LLM, list[Sequence]], T]) -> T:
-        """What a function of the LLM and its unfinished sequences gives, between two steps.
+        """Call a function of the LLM and its unfinished sequences between two steps.
 
-        It runs in the thread that steps, holds all requests up, and is to change nothing.
+        It runs in the engine's thread, delays all requests, and must change nothing.
         """
-        return await asyncio.wrap_future(self._desk.inspect(function))
+        return await asyncio.wrap_future(self._tracker.inspect(function))
 
     def close(self) -> None:
-        """End what still runs, tell its readers, and give all KV memory back.
+        """End what still runs, tell the readers, and give all KV memory back.
 
         It waits for the step under way. A second call does nothing.
         """
@@ -165,7 +165,7 @@ class AsyncLLM:
         self._compiling.shutdown(wait=False)
 
     async def aclose(self) -> None:
-        """``close``, without holding up the event loop."""
+        """Close without blocking the event loop."""
         await asyncio.to_thread(self.close)
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -185,12 +185,12 @@ class AsyncLLM:
             return prompt
         return await self.request(prompt, params, priority=priority, keys=keys)
 
-    async def _pieces(self, ticket: RequestState, request: Request) -> AsyncIterator[TextDelta]:
-        self._desk.start(ticket, request)
+    async def _pieces(self, state: RequestState, request: Request) -> AsyncIterator[TextDelta]:
+        self._tracker.start(state, request)
         num_left = request.num_choices
         while num_left:
-            for delta in await ticket.mailbox.take():
+            for delta in await state.collector.take():
                 if delta.finish_reason is not None:
                     num_left -= 1
-                    ticket.over = not num_left
+                    state.over = not num_left
                 yield delta

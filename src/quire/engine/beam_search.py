@@ -1,8 +1,8 @@
 """Beam search: the likeliest whole continuations instead of the likeliest token each time.
 
-Beams are sequences of the scheduler for which it samples nothing: when the log-probabilities of all
-of them are there, the search chooses which go on with which token. A beam that goes on twice is
-forked, so that prompt and common beginning are held once; one that does not gives up its place.
+Beams are sequences of the scheduler for which the sampler chooses no token: when it has the
+log-probabilities of all of them, the search chooses which beams go on with which tokens. A beam
+that goes on twice is forked, so that the cache holds prompt and common beginning once.
 """
 
 import logging
@@ -26,7 +26,7 @@ _DONE = End("stop")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """A continuation that has come to its end, and how good it is."""
+    """A continuation that has ended, with its score."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -36,7 +36,7 @@ class Hypothesis:
     detail: str = ""
 
     def delta(self, tokenizer: Any, sequence: Sequence, index: int, choice: int) -> TextDelta:
-        """All of it as one piece; ``sequence`` is of the same search."""
+        """Return all of it as one piece. ``sequence`` is any of the same search."""
         text, reason, detail = "", self.finish_reason, self.detail
         if tokenizer is not None:
             try:
@@ -60,7 +60,7 @@ class Hypothesis:
 
 @dataclass(slots=True, eq=False)
 class _Beam:
-    """A continuation under way. ``top`` has come when its next token can be chosen."""
+    """An unfinished continuation. ``top`` is set once its next token can be chosen."""
 
     sequence: Sequence
     cumulative_logprob: float = 0.0
@@ -68,7 +68,7 @@ class _Beam:
     top: tuple[tuple[int, float], ...] | None = None
 
     def lost(self, reason: FinishReason, detail: str) -> Hypothesis:
-        """Its text so far, where something else than the search ended it."""
+        """Return its text so far, for an end that is not the search's."""
         return Hypothesis(
             token_ids=tuple(token.token_id for token in self.logprobs),
             logprobs=self.logprobs,
@@ -89,9 +89,9 @@ class _Candidate:
 class BeamSearch:
     """The search for one prompt, over the sequences that were started for it.
 
-    One ends with an end-of-text token only while it is among the ``beam_width`` best of its step.
-    ``deliver`` gets a piece without text when the search has begun, and each continuation when it
-    is over; ``index`` is the prompt's.
+    A beam ends with an end-of-text token only if that is among the ``beam_width`` best of the step.
+    ``deliver`` gets a piece without text at the first step, and each continuation at the end.
+    ``index`` is the prompt's.
 
     Source: Transformers' ``generate(num_beams=…)``.
     """
@@ -113,10 +113,10 @@ class BeamSearch:
         first = sequences[0]
         longest = engine.scheduler.limits.longest(first.request)
         self._most_tokens = longest - first.num_prompt_tokens
-        # All begin with the same tokens, so that one of them speaks for all.
+        # All begin with the same tokens, so that one stands for all.
         self._beams = [_Beam(first)]
         self._ended: list[Hypothesis] = []  # the best ones
-        self._lost: list[Hypothesis] = []  # that something else ended
+        self._lost: list[Hypothesis] = []  # those that the search did not end
 
     @property
     def is_over(self) -> bool:
@@ -124,14 +124,14 @@ class BeamSearch:
 
     @property
     def hypotheses(self) -> list[Hypothesis]:
-        """The best first; after them those that came to no end of their own."""
+        """The best first, and then those that the search did not end."""
         return [*self._ended, *self._lost][: self._params.beam_width]
 
     def hear(self, output: TokenOutput) -> None:
-        """Take note of what a step did; choose, once it did it for all beams.
+        """Note what a step did for a beam, and choose once it did so for all.
 
-        A search that fails ends with an error, and all others begin anew, since it may have left
-        things half done. Raises: MemoryUnavailable if they cannot.
+        After an error the search ends, and all other sequences begin anew, since the search may
+        have stopped half-way. Raises: MemoryUnavailable if they cannot.
         """
         try:
             self._hear(output)
@@ -146,10 +146,7 @@ class BeamSearch:
             self._deliver(TextDelta(index=self._index, text="", token_ids=(), finish_reason=None))
 
     def end(self, end: End) -> None:
-        """Every beam ends with its text so far, and so does every sequence.
-
-        What keeps them from the reader is logged.
-        """
+        """End every beam with its text so far. An error of ``deliver`` is logged."""
         self._end_all(end)
         try:
             self._tell()
@@ -162,9 +159,9 @@ class BeamSearch:
         self._finish(end)
 
     def _tell(self) -> None:
-        """Of each continuation that was asked for, once.
+        """Deliver each continuation, once.
 
-        Where there are fewer than were asked for, the others are like the last, and have no text.
+        Where there are too few, the missing ones end as the last does, without text.
         """
         if self._is_told:
             return
@@ -183,13 +180,13 @@ class BeamSearch:
                 if output.finish_reason is not None:
                     self._lose(beam, output.finish_reason)
                 elif beam.sequence.awaits_choice and output.logprobs is not None:
-                    beam.top = output.logprobs.top  # and not what was chosen from already
+                    beam.top = output.logprobs.top
                 break
         if self._beams and all(beam.top is not None for beam in self._beams):
             self._choose()
 
     def _lose(self, beam: _Beam, reason: FinishReason) -> None:
-        """Something outside has ended a beam. While all are alike, another one speaks for all."""
+        """Drop a beam that the search has not ended. While all are alike, another replaces it."""
         self._beams.remove(beam)
         sequence = beam.sequence
         others = [s for s in self.sequences if s.finish_reason is None]
@@ -201,7 +198,7 @@ class BeamSearch:
         self._lost.append(beam.lost(reason, sequence.finish_detail))
 
     def _choose(self) -> None:
-        """Which beams go on with which tokens, and which have ended."""
+        """Choose which beams go on with which tokens, and end others."""
         width = self._params.beam_width
         going_on: list[_Candidate] = []
         places = [s for s in self.sequences if s.finish_reason is None]
@@ -222,9 +219,9 @@ class BeamSearch:
             self._finish()
 
     def _candidates(self) -> list[_Candidate]:
-        """The best tokens of all beams, the best first."""
+        """Return the best tokens of all beams, the best first."""
         num_ends = max(1, len(self._eos_token_ids))
-        totals = (  # plain numbers: of a wide search there are thousands a step
+        totals = (  # plain numbers: a wide search has thousands in a step
             (beam.cumulative_logprob + logprob, place, rank)
             for place, beam in enumerate(self._beams)
             for rank, (_, logprob) in enumerate(beam.top or ())
@@ -257,10 +254,10 @@ class BeamSearch:
         )
 
     def _can_improve(self, best: _Candidate, num_tokens: int) -> bool:
-        """Whether the best that goes on could still be better than the worst that has ended.
+        """Return whether the best that goes on could score higher than the worst that has ended.
 
-        Its sum only falls; where longer ones gain, it may fall slower than its length grows. That
-        is waited for only if ``early_stopping`` is "never".
+        Its sum only falls, but with a length penalty its score may rise. The search waits for that
+        only if ``early_stopping`` is "never".
         """
         params, length = self._params, num_tokens
         if len(self._ended) < params.beam_width:
@@ -274,10 +271,7 @@ class BeamSearch:
         return score
 
     def _go_on(self, candidates: list[_Candidate], places: list[Sequence]) -> None:
-        """A beam's first continuation stays in its place.
-
-        More of them take the places of beams that have none.
-        """
+        """Let candidates go on. A beam's second one takes the place of a beam without any."""
         scheduler = self._engine.scheduler
         kept = {candidate.beam.sequence for candidate in candidates}
         vacant = [place for place in places if place not in kept]

@@ -1,10 +1,10 @@
-"""From a model and options to an engine that is ready to step, or to a sentence why not."""
+"""An engine for a model and options, or an error that says why there can be none."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -15,8 +15,7 @@ from quire.engine.cache_lock import CacheLock
 from quire.engine.core import Engine
 from quire.engine.elastic import Elastic
 from quire.engine.fallbacks import OtherAttention
-from quire.engine.interfaces import Runner
-from quire.engine.kv_budget import cache_config, kv_ledger, named_memory
+from quire.engine.kv_budget import cache_config, kv_ledger
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_sizing import stored_spec
 from quire.engine.parallel.leader import LeaderGroup
@@ -25,16 +24,18 @@ from quire.engine.profile import StepBytes, measured_step_bytes
 from quire.engine.sampling.sampler import LogitsSampler
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.policy import SchedulerLimits
-from quire.engine.scheduling.preemption import SwapSpace
 from quire.engine.scheduling.step_costs import Costs
+from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.source_prompts import SourcePrompts
-from quire.engine.speculation.drafters import draft_bytes, load_draft, make_drafter
+from quire.engine.speculation.drafters import (
+    draft_bytes,
+    load_draft,
+    make_drafter,
+    refuse_speculation,
+)
 from quire.engine.statistics import Statistics
-from quire.engine.step_plan import StepPlan
 from quire.engine.swap.swapper import make_swap_store
-from quire.engine.validation import refuse_speculation
 from quire.errors import ConfigError, MemoryUnavailable
-from quire.kv import CacheConfig
 from quire.memory import MemoryProvider
 from quire.memory.budget.ledger import Ledger
 from quire.memory.by_device import gauge_for, give_back_kept, make_resident
@@ -46,55 +47,24 @@ from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec
 
-# -- page prefetch ---------------------------------------------------------------------------------
-
-# Pages for the next step, made ready while a device computes this one.
-#
-# A runner returns as soon as a device has been given its work; until the tokens are asked for, the
-# host has nothing to do. To create a page takes the driver long, disturbs no kernel, and changes
-# no address: those wait for the time between two steps.
-
-
-@final
-class AheadRunner:
-    """Another runner, after each of whose steps pages are prepared."""
-
-    def __init__(self, runner: Runner, resident: Resident) -> None:
-        self._runner, self._resident = runner, resident
-
-    @property
-    def overwrites_states(self) -> bool:
-        return self._runner.overwrites_states
-
-    def close(self) -> None:
-        self._runner.close()
-
-    def run(self, plan: StepPlan) -> Any:
-        logits = self._runner.run(plan)
-        self._resident.prepare()
-        return logits
-
-
-# -- build -----------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
     """One engine and all that belongs to it."""
 
-    spec: ModelSpec  # with keys and values as they are kept
+    spec: ModelSpec  # with the dtypes in which keys and values are stored
     ledger: Ledger
-    settled: EngineConfig  # with the sizes that came of it, for the same engine another time
+    settled: EngineConfig  # with the sizes in place, to build the same engine again
     max_model_len: int
-    most_bytes: int  # of KV memory, ever
+    most_bytes: int  # of KV memory, at any time
     attention_backend: str
     attention_way: str
     engine: Engine
     kv: KVCache
-    team: LeaderGroup | None  # the other ranks' parts of it
+    team: LeaderGroup | None  # the other ranks' parts
     resident: Resident
     elastic: Elastic
-    source_prompts: SourcePrompts | None  # how prompts are read, of an encoder-decoder
+    source_prompts: SourcePrompts | None  # reads the prompts of an encoder-decoder
 
 
 def build(
@@ -108,22 +78,21 @@ def build(
 ) -> BuiltEngine:
     """Size the cache, take its addresses, and try the model out.
 
-    ``lock`` and ``statistics``: of an engine that this one takes the place of.
-
-    Attention whose kernels fail there, or are wrong, is passed over for the next one that serves
-    the model, if it was not asked for by its name.
+    ``lock`` and ``statistics`` are those of an engine that this one replaces. An attention backend
+    whose kernels fail or are wrong is passed over for the next one that serves the model, unless an
+    option names it.
 
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
     warn_if_none(loaded.device)
     other = OtherAttention(config, loaded)
-    with on_default_stream(loaded.device):  # where steps run too: its memory goes by that stream
+    with on_default_stream(loaded.device):  # on which steps run, too
         while True:
             try:
                 return _built(config, loaded, provider, gauge, lock, statistics)
-            except Exception as error:  # a compiler, a driver and a model raise what they like
+            except Exception as error:  # of any type: compilers, drivers and models raise it
                 found = other.instead(error)
-            # Behind the error, whose frames have what the next attempt needs room for.
+            # After the error, whose frames hold memory that the next attempt needs.
             config = replace(config, attention_backend=found)
 
 
@@ -144,7 +113,9 @@ def _built(
     kv_bytes = ledger.require()
     for_drafts = draft_bytes(kv_bytes, stored_spec(config, loaded.spec), draft)
     sizes = cache_config(config, loaded, provider, kv_bytes - for_drafts)
-    residency = _residency(config, ledger)
+    residency = config.residency
+    if ledger.committed_whole and residency == "on-demand":
+        residency = "prefault"  # the rule takes memory at the start
     resident = make_resident(provider, residency, sizes.capacity_bytes)
     spec = stored_spec(config, loaded.spec)
     with ExitStack() as undo:
@@ -181,6 +152,9 @@ def _built(
         if device.type != "cpu":
             sampler.try_out(device, loaded.model.dtype, loaded.vocab_size)
         undo.pop_all()  # nothing can be refused any more
+    gauge = gauge or gauge_for(device)
+    spare_bytes = ledger.spare_bytes  # beside a stated budget
+    room_bytes = None if spare_bytes is None else spare_bytes + sizes.capacity_bytes
     limits = SchedulerLimits(
         max_model_len=sizes.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -189,7 +163,8 @@ def _built(
         policy=config.scheduling_policy,
         watermark_bytes=int(config.watermark * sizes.capacity_bytes),
     )
-    runner = AheadRunner(model.runner, resident) if resident.prepares else model.runner
+    if resident.prepares:
+        model.runner.prepare_pages = resident.prepare
     scheduler = Scheduler(
         kv.accounting,
         limits,
@@ -210,7 +185,7 @@ def _built(
         most_bytes=sizes.most_bytes,
         attention_backend=model.backend.name,
         attention_way=model.attention_way,
-        engine=Engine(scheduler, kv, runner, sampler, drafter, swap),
+        engine=Engine(scheduler, kv, model.runner, sampler, drafter, swap),
         kv=kv,
         team=team,
         resident=resident,
@@ -218,8 +193,8 @@ def _built(
             kv,
             resident,
             scheduler,
-            MemoryController(config.memory_mode, room_bytes=_room_bytes(ledger, sizes)),
-            _gauge(gauge, device, team),
+            MemoryController(config.memory_mode, room_bytes=room_bytes),
+            gauge if team is None else team.gauge(gauge),
             lock or CacheLock(partial(on_default_stream, device)),
             _step_bytes(config, loaded, spec, ledger) if device.type == "cpu" else None,
         ),
@@ -230,7 +205,7 @@ def _built(
 def loaded_model(
     model: Any, tokenizer: Any, config: EngineConfig, *, show_progress: bool = False
 ) -> LoadedModel:
-    """What ``LLM`` was given, loaded if it is not. Raises: ConfigError, ModelNotLoadable."""
+    """Load the model that ``LLM`` was given. Raises: ConfigError, ModelNotLoadable."""
     if model is None or isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
@@ -264,7 +239,7 @@ def loaded_model(
 def _claimed(
     config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None, provider: MemoryProvider
 ) -> Ledger:
-    """The budget; on a GPU with what a step really takes, if the device has that much.
+    """Return the budget's ledger; on a GPU with the measured size of a step.
 
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable.
     """
@@ -273,11 +248,10 @@ def _claimed(
         try:
             measured = measured_step_bytes(config, loaded, provider, CudaPeak(device.index or 0))
         except MemoryUnavailable:
-            # The ledger says what has the memory and what would fit. If it finds room, this error
-            # is the news.
+            # The ledger's own error says what has the memory, and what would fit.
             kv_ledger(config, loaded, page_bytes, draft).require()
             raise
-        give_back_kept(provider)  # pages of that step, which the device would count as taken
+        give_back_kept(provider)  # the pages of that step
     return kv_ledger(config, loaded, page_bytes, draft, measured_bytes=measured)
 
 
@@ -294,17 +268,6 @@ def _provider(
     if config.residency == "lock":
         raise ConfigError("residency=lock is for Quire's own memory: leave out provider=")
     return given
-
-
-def _gauge(given: Gauge | None, device: torch.device, team: LeaderGroup | None) -> Gauge:
-    """What the elastic cache looks at; of ranks, wherever there is the least for one."""
-    gauge = gauge_for(device) if given is None else given
-    return gauge if team is None else team.gauge(gauge)
-
-
-def _room_bytes(ledger: Ledger, sizes: CacheConfig) -> int | None:
-    """The most that the cache could take, beside a budget that was stated; else None."""
-    return None if ledger.spare_bytes is None else ledger.spare_bytes + sizes.capacity_bytes
 
 
 def _step_bytes(
@@ -324,15 +287,8 @@ def _step_bytes(
     )
 
 
-def _residency(config: EngineConfig, ledger: Ledger) -> Residency:
-    """As asked for; a rule that takes memory at the start asks for it too."""
-    if ledger.committed_whole and config.residency == "on-demand":
-        return "prefault"
-    return config.residency
-
-
 def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
-    """What ends a text: the generation config's word, else the config's."""
+    """Return the end-of-text tokens of the generation config, or else of the config."""
     for config in (loaded.model.generation_config, loaded.model.config):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:

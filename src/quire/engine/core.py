@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from quire.engine.interfaces import Drafter, EngineKV, ModelChanged, Runner, Sampler, Swap
 from quire.engine.scheduler import NO_DRAFTS, Scheduler
-from quire.engine.scheduling.preemption import Clock
+from quire.engine.scheduling.step_costs import Clock
 from quire.engine.sequence import FinishReason, Sequence
 from quire.engine.step_plan import Chunk, Sampled, StepPlan, TokenOutput
 from quire.errors import MemoryUnavailable, RankLost
@@ -16,15 +16,11 @@ from quire.units import format_bytes
 log = logging.getLogger(__name__)
 
 _NOTHING = StepPlan.of([])
-_FINAL = (MemoryUnavailable, RankLost)  # no sequence can begin anew
-
-
-def _unwatched(plan: StepPlan) -> None:
-    """No reader looks at a plan."""
+_FINAL = (MemoryUnavailable, RankLost)  # after these no sequence can begin anew
 
 
 class Engine:
-    """Sequences in, tokens out."""
+    """Takes sequences in and gives tokens out, step by step."""
 
     def __init__(
         self,
@@ -43,19 +39,19 @@ class Engine:
         self.drafter = drafter
         self._swap = swap
         self.clock = clock
-        self.watch: Callable[[StepPlan], None] = _unwatched  # sees each plan before it is run
-        self._has_failed = False  # the last step
-        self._refused_at = (-1, 0)  # what ran alone without pages: its id and tokens
+        self.watch: Callable[[StepPlan], None] | None = None  # sees each plan before it is run
+        self._has_failed = False  # in the last step
+        self._refused_at = (-1, 0)  # id and tokens of a sequence that was refused pages alone
 
     def step(self) -> list[TokenOutput]:
-        """One forward pass over whatever is due; what it did for each sequence that it served.
+        """Run one forward pass, and return what it did for each sequence that it served.
 
         A sequence that cannot be computed ends with an error, and the others go on. Where the
-        system refuses pages that accounting counts on, or a step fails half-way, all begin anew in
-        an empty cache.
+        system refuses pages that accounting counts on, or a step fails half-way, all sequences
+        begin anew in an empty cache.
 
-        Raises: MemoryUnavailable if there is not even an address for that; RankLost; whatever fails
-        twice in a row.
+        Raises: MemoryUnavailable if there are no addresses for that; RankLost; any error that two
+        steps in a row raise.
         """
         self.scheduler.statistics.now_s = self.clock()
         try:
@@ -67,16 +63,16 @@ class Engine:
             self._has_failed = True
             log.exception("a step failed: every sequence begins anew")
             self.begin_anew()
-            outputs = self.scheduler.update(_NOTHING, [])  # what is to be reported all the same
+            outputs = self.scheduler.update(_NOTHING, [])  # reports what has ended
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.sequence)
-        self._settle()  # what ended is not held for another step
+        self._settle()  # frees at once what the ended sequences held
         return outputs
 
     def _step(self) -> list[TokenOutput]:
-        # A search decides between two steps. What the plan has saved must lie where accounting
-        # says, and must not be taken for what the same sequence had saved before.
+        # A beam search decides between two steps. Saved entries must lie where accounting says
+        # before the plan saves others of the same sequence.
         self._settle()
         drafts = self.drafter.propose(self.scheduler.decoding) if self.drafter else NO_DRAFTS
         plan = self.scheduler.plan(drafts)
@@ -86,14 +82,15 @@ class Engine:
             self._begin_with_less(plan, self._kv.refusal)
             plan = _NOTHING
         plan = self._swap_in(plan)
-        self.watch(plan)
+        if self.watch is not None:
+            self.watch(plan)
         started_s = self.clock()
         try:
             sampled = self._compute(plan)
         except RankLost:
             raise
         except ModelChanged as change:
-            log.info("%s: what was computed before is dropped, and computed again", change)
+            log.info("%s: all tokens are computed again", change)
             self.scheduler.drop_saved()
             self.begin_anew()
             plan, sampled = _NOTHING, []
@@ -111,22 +108,22 @@ class Engine:
         return self.scheduler.update(plan, sampled)
 
     def begin_anew(self) -> None:
-        """Every sequence keeps its text and computes it again. Raises: MemoryUnavailable."""
+        """Empty the cache; every sequence computes its text again. Raises: MemoryUnavailable."""
         self._kv.restart()
         self.scheduler.restart(self._kv.accounting)
 
     def finish(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
-        """End a sequence between two steps. Does nothing if it has ended."""
+        """End a sequence between two steps, unless it has ended."""
         self.scheduler.statistics.now_s = self.clock()
         self.scheduler.finish(sequence, reason, detail)
         self._forget(sequence)
         self._drop_saved()
 
     def close(self, reason: FinishReason, detail: str) -> None:
-        """End every sequence, and give back what is held outside of the cache."""
+        """End every sequence, and close the runner, swap and drafter."""
         self.scheduler.statistics.now_s = self.clock()
         self.scheduler.finish_all(reason, detail)
-        with ExitStack() as closing:  # the last one first, whatever any of them raises
+        with ExitStack() as closing:  # all of them are closed, even if one raises
             closing.callback(self._runner.close)
             if self._swap is not None:
                 closing.callback(self._swap.close)
@@ -134,14 +131,14 @@ class Engine:
                 closing.callback(self.drafter.close)
 
     def _compute(self, plan: StepPlan) -> list[Sampled]:
-        """What came of each draw. Done twice, it gives the same, if no states are overwritten."""
+        """Return what came of each draw. A second call gives the same, unless states change."""
         if not plan.chunks:
             return []
         logits = self._runner.run(plan)
         return self._sampler.sample(logits, plan)
 
     def _compute_one_by_one(self, plan: StepPlan) -> tuple[StepPlan, list[Sampled]]:
-        """The part of a plan that can be computed; the scheduler hears of the rest."""
+        """Compute each chunk of a plan alone; sequences that cannot be computed end."""
         done: list[Chunk] = []
         sampled: list[Sampled] = []
         for chunk in plan.chunks:
@@ -157,7 +154,7 @@ class Engine:
         return StepPlan.of(done), sampled
 
     def _begin_alone(self, plan: StepPlan, error: Exception) -> None:
-        """The states of a plan's sequences are of no use: later plans compute them, one by one."""
+        """Let a plan's sequences, whose states are lost, begin anew, one at a time in a step."""
         for chunk in plan.chunks:
             if chunk.sequence in self.scheduler.suspects and len(plan.chunks) == 1:
                 log.error("sequence %d cannot be computed", chunk.sequence.seq_id, exc_info=error)
@@ -167,7 +164,7 @@ class Engine:
                 self.scheduler.lose(chunk.sequence)
 
     def _begin_with_less(self, plan: StepPlan, error: Exception) -> None:
-        """Empty the cache, and let it become as large as it was: so much the system has.
+        """Empty the cache, and lower its ceiling to what the system has given it.
 
         Raises: MemoryUnavailable.
         """
@@ -176,7 +173,7 @@ class Engine:
         if len(plan.chunks) == 1:
             alone = plan.chunks[0].sequence
             point = alone.seq_id, alone.num_tokens
-            if point == self._refused_at:  # it would come to the same point for ever
+            if point == self._refused_at:  # a third time would end like the second
                 self.scheduler.fail(alone, str(error), "capacity")
             self._refused_at = point
         self.begin_anew()
@@ -188,13 +185,13 @@ class Engine:
             self.drafter.forget(sequence)
 
     def _swap_out(self, plan: StepPlan) -> None:
-        """Save what preempted sequences have, before storage changes anything."""
+        """Save the entries of preempted sequences before storage changes."""
         if self._swap is not None:
             for sequence in self._swap.save(plan.saves):
                 self.scheduler.lose(sequence)
 
     def _swap_in(self, plan: StepPlan) -> StepPlan:
-        """Bring back what the plan counts on. A sequence that has lost it begins anew, later."""
+        """Bring saved entries back. A sequence that has lost them begins anew in a later plan."""
         back = [chunk for chunk in plan.chunks if chunk.num_restored]
         lost = [chunk for chunk in back if self._swap is None or not self._swap.load(chunk)]
         for chunk in lost:
@@ -202,7 +199,7 @@ class Engine:
         return StepPlan.of(chunk for chunk in plan.chunks if chunk not in lost) if lost else plan
 
     def _settle(self) -> None:
-        """Carry out what has been decided since the last plan. Raises: MemoryUnavailable."""
+        """Carry out what was decided since the last plan. Raises: MemoryUnavailable."""
         self._drop_saved()
         self._kv.carry_out()
         if self._kv.refusal is not None:

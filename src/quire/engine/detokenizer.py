@@ -1,34 +1,34 @@
-"""Tokens to text, piece by piece: nothing is shown that a later token could still change.
+"""``Detokenizer``: tokens to text, of which only what no later token can change is shown.
 
-A character may span tokens, and a stop string may span both; text is held back until it is certain.
+A character may span tokens, and a stop string too. Text is held back until it is certain.
 """
 
 from typing import Any
 
 from quire.sampling_params import SamplingParams
 
-_REPLACEMENT = "\ufffd"  # what half a character reads as
-_LONGEST_CHARACTER = 4  # in tokens, of which each has a byte at least
+_REPLACEMENT = "\ufffd"  # stands for half a character
+_LONGEST_CHARACTER = 4  # in tokens of one byte
 
 
 class Detokenizer:
     """The text of one continuation so far."""
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
-        self.stopped_by: str | None = None  # the stop string that came; the text ends with it
+        self.stopped_by: str | None = None  # the stop string that ended the text
         self._tokenizer = tokenizer
         self._params = params
-        # The last tokens. Those from _shown on are not in the text yet; those before it are decoded
-        # with them, because how a token reads (a leading space) can depend on those before it.
+        # The last tokens. Those from _shown on are not in the text yet. Those before are decoded
+        # with them, because a token's text (a leading space) can depend on those before it.
         self._ids: list[int] = []
         self._shown = 0
-        self._num_half = 0  # characters at the end of those before _shown that are not there either
+        self._num_half = 0  # characters of those before _shown that are not in the text either
         self._num_tokens = 0
-        self._held = ""  # certain as characters, but perhaps the beginning of a stop string
-        self._num_exempt = 0  # characters of it that come too early to complete one
+        self._held = ""  # certain characters that may begin a stop string
+        self._num_exempt = 0  # of them, those that come too early to complete one
 
     def add(self, token_id: int, *, last: bool = False) -> str:
-        """What can be shown now that this token has come; everything, if it is the last."""
+        """Add a token, and return the text that can be shown; all of it, if it is the last."""
         if self.stopped_by is not None:
             return ""
         self._ids.append(token_id)
@@ -37,20 +37,20 @@ class Detokenizer:
         return self._release(last=last)
 
     def flush(self) -> str:
-        """What is still held back, when the end comes without a token."""
+        """Return the text that is held back, at an end without a token."""
         if self.stopped_by is not None:
             return ""
         self._take(last=True)
         return self._release(last=True)
 
     def _take(self, *, last: bool) -> None:
-        """Hold what the tokens that are not shown add, as far as it is certain."""
+        """Hold the certain text of the tokens that are not shown."""
         after = self._decode(self._ids)
         num_half = 0
         if after.endswith(_REPLACEMENT) and not last:
             if len(self._ids) - self._shown <= _LONGEST_CHARACTER:
                 return
-            num_half = 1  # so many are no single character: only the last one can still change
+            num_half = 1  # more tokens than a character has: only the last character can change
         before = self._decode(self._ids[: self._shown])
         self._held += after[len(before) - self._num_half : len(after) - num_half]
         self._ids = self._ids[self._shown :]
@@ -62,7 +62,7 @@ class Detokenizer:
             self._num_exempt = len(self._held)
         ends = [(at + len(stop), at, stop) for stop in stops if (at := self._find(stop)) >= 0]
         if ends:
-            # The one that is complete first, however the tokens fall.
+            # The stop string that is complete first counts.
             end, start, self.stopped_by = min(ends)
             return self._held[: end if self._params.include_stop_str_in_output else start]
         keep = 0 if last else max((self._overlap(stop) for stop in stops), default=0)
@@ -72,11 +72,11 @@ class Detokenizer:
         return text
 
     def _find(self, stop: str) -> int:
-        """Where it is in the held text, complete after what is exempt; -1 if it is not."""
+        """Return the place of a stop string that ends behind the exempt text, or -1."""
         return self._held.find(stop, max(0, self._num_exempt - len(stop) + 1))
 
     def _overlap(self, stop: str) -> int:
-        """How long a beginning of ``stop`` the held text ends with."""
+        """Return how many characters of ``stop`` the held text ends with."""
         longest = min(len(stop) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 

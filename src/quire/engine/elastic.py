@@ -1,14 +1,15 @@
-"""The cache's ceiling, moved as the machine's memory comes and goes.
+"""``Elastic`` moves the cache's ceiling as the machine's free memory changes.
 
-How far, is the governor's decision. What goes for it, goes in order: pages that no block needs and
-blocks that are only cached; then newcomers find no room; then running sequences are preempted, the
+``MemoryController`` decides how far. A lower ceiling takes, in this order: pages that no block
+needs, and blocks that are only cached; the room of newcomers; the room of running sequences, the
 youngest first. The oldest keeps what it has and gets what it needs (``Scheduler``).
 
-Where that is not enough, and the system kills a process that finds no memory, the step shrinks: to
-as many tokens as there is room for in what is left, but for a part that others may take meanwhile.
-Where not even one token's step fits, no step is begun; if that lasts, the engine ends in words.
+Where that is not enough, and the system kills a process that finds no memory, the step shrinks to
+the tokens that fit into what is left, without a part that other processes may take meanwhile. Where
+not even a step of one token fits, no step begins; if that lasts, the engine ends with an error.
 
-The thread that steps looks at the machine between two steps; while none steps, another thread does.
+The thread that steps reads the machine's memory between two steps; another thread does so while no
+thread steps.
 """
 
 import logging
@@ -30,11 +31,11 @@ from quire.units import format_bytes
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.2
-_RETRY_S = 5.0  # where the system did not say how much memory there is
-_SPARED = 32  # part of the limit that a small step leaves to others, or half of what is left
-_TRIM_S = 1.0  # between two times that what is free in this process is given back
+_RETRY_S = 5.0  # after the memory could not be read
+_SPARED = 32  # a small step leaves this part of the limit to others, or half of what is left
+_TRIM_S = 1.0  # between two calls that give back what is free in this process
 _PATIENCE_S = 30.0  # without room for a step of one token
-_PAUSE_S = 0.02  # in the meantime
+_PAUSE_S = 0.02  # between two looks for that room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +44,16 @@ class Elasticity:
 
     capacity_bytes: int
     ceiling_bytes: int
-    token_budget: int  # tokens of a step at most, for now; 0: there is room for none
-    num_shrinks: int  # times that something was given back
-    returned_bytes: int  # in them
-    num_preemptions: int  # of running sequences, for the machine's or an operator's sake
+    token_budget: int  # the most tokens of a step at present; 0: there is room for none
+    num_shrinks: int  # times that memory was given back …
+    returned_bytes: int  # … and how much
+    num_preemptions: int  # of running sequences, for the machine or an operator
     reason: str  # of the last decision
-    memory: MemoryReading | None  # where the cache lies, as it was last looked at
+    memory: MemoryReading | None  # the last reading of where the cache lies
 
 
 class Elastic:
-    """Of one engine. ``lock`` is held during a step, and during any other use of the cache."""
+    """Moves one engine's ceiling. ``lock`` is held during any use of the cache."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Elastic:
         lock: CacheLock,
         step_bytes: StepBytes | None = None,
     ) -> None:
-        """``step_bytes``: None where a step that finds no memory fails, and nothing is killed."""
+        """``step_bytes`` is None where a step without memory fails and no process is killed."""
         self.lock = lock
         self._resident = resident
         self._kv, self._scheduler = kv, scheduler
@@ -73,16 +74,16 @@ class Elastic:
         self._max_tokens = scheduler.token_budget
         self._token_budget = self._max_tokens
         self._peak = HostPeak()
-        self._noted_tokens = 0.0  # that had been computed when the peak began
+        self._noted_tokens = 0.0  # computed when the peak's measurement began
         self._noted_kv_bytes = 0
         self._num_logits = 0
-        self._trim_s = -math.inf  # when the allocators may be asked next
-        self._looked_s = 0.0  # when the room for a step was last looked at
+        self._trim_s = -math.inf  # when free memory of the process may next be given back
+        self._looked_s = 0.0  # when the room for a step was last computed
         self._starved_s = math.inf  # since when there has been no room for a step
-        self._due_s = -math.inf  # when to look at the machine next
-        self._is_silent = False  # the machine, when it was last looked at
-        self._busy_s = gauge.now_s()  # when there was something to do
-        self._asked_bytes: int | None = None  # by an operator, and not done yet
+        self._due_s = -math.inf  # when to read the memory next
+        self._is_silent = False  # the last reading failed
+        self._busy_s = gauge.now_s()  # when a request last ran
+        self._asked_bytes: int | None = None  # what an operator asked for, until it is set
         self._is_asleep = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -104,9 +105,9 @@ class Elastic:
         )
 
     def settle(self) -> None:
-        """Between two steps: do what an operator asked for, and look at the machine if it is due.
+        """Set the capacity that an operator asked for, and read the machine's memory if it is due.
 
-        Raises nothing: while the system does not say how much memory there is, nothing is moved.
+        The caller is between two steps. While the memory cannot be read, the ceiling stays.
         """
         now_s = self._gauge.now_s()
         if self._scheduler.has_unfinished:
@@ -123,7 +124,7 @@ class Elastic:
         reading = self._reading(memory, now_s, taken)
         if self._governor.lacks(reading) and self._trim_s <= now_s:
             self._trim_s = now_s + _TRIM_S
-            self._resident.rest(short=False)  # what is free in this process first
+            self._resident.rest(short=False)  # gives back what is free in this process
             memory = self._read() or memory
             reading = self._reading(memory, now_s, taken)
         self._memory = memory
@@ -131,9 +132,9 @@ class Elastic:
         self._limit_step(reading, memory, taken)
 
     def may_step(self) -> bool:
-        """Whether there is room for a step of one token; else ``pause``, and look again.
+        """Return whether there is room for a step of one token. If not, ``pause`` and ask again.
 
-        Raises: MemoryUnavailable where there has been none for half a minute.
+        Raises: MemoryUnavailable after half a minute without room.
         """
         memory, sizes = self._memory, self._step_bytes
         if self._token_budget or memory is None or sizes is None:
@@ -151,13 +152,13 @@ class Elastic:
         )
 
     def pause(self) -> None:
-        """Wait a moment, without the lock."""
+        """Wait a moment. The caller does not hold the lock."""
         self._stop.wait(_PAUSE_S)
 
     def resize(self, capacity_bytes: int) -> None:
-        """Change the capacity itself: now, or before the next step if one is under way."""
+        """Change the capacity, now or before the next step."""
         self._asked_bytes = capacity_bytes
-        while self._asked_bytes is not None:  # the thread that steps may be quicker
+        while self._asked_bytes is not None:  # until this thread or the one that steps sets it
             if self.lock.acquire(timeout=0.05):
                 try:
                     self._obey()
@@ -165,7 +166,7 @@ class Elastic:
                     self.lock.release()
 
     def sleep(self) -> None:
-        """Give all that is held and kept back until ``wake_up``. No sequence is unfinished."""
+        """Give all memory back until ``wake_up``. There are no unfinished sequences."""
         self._is_asleep = True
         before = self._carried_out_bytes()
         self._kv.accounting.resize(0, for_now=True)
@@ -173,9 +174,9 @@ class Elastic:
         self._resident.rest(short=False)
 
     def wake_up(self) -> None:
-        """The ceiling is where the machine's memory lets it be.
+        """Raise the ceiling to the capacity again.
 
-        Raises: MemoryUnavailable where there is none for what is taken at the start.
+        Raises: MemoryUnavailable where there is too little for what is taken at the start.
         """
         capacity_bytes = self._kv.accounting.ceiling.capacity_bytes
         try:
@@ -188,12 +189,12 @@ class Elastic:
         self._is_asleep, self._due_s, self._reason = False, -math.inf, "woken up"
 
     def count_on(self, before: Elasticity) -> None:
-        """From what another one had counted, whose place this takes."""
+        """Continue the counts of the one that this one replaces."""
         self._num_shrinks, self._returned_bytes = before.num_shrinks, before.returned_bytes
         self._num_preemptions = before.num_preemptions
 
     def watch(self) -> None:
-        """Look at the machine also while no thread steps, from now on."""
+        """Start a thread that reads the memory while no thread steps."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_watch,
@@ -204,13 +205,13 @@ class Elastic:
             self._thread.start()
 
     def close(self) -> None:
-        """Move nothing any more."""
+        """Stop moving the ceiling."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _read(self) -> MemoryReading | None:
-        """What there is; None where the system does not say, and the log hears of that once."""
+        """Read the memory. Return None if it cannot be read, which is logged once."""
         was_silent = self._is_silent
         try:
             memory = self._gauge.read()
@@ -221,7 +222,7 @@ class Elastic:
             return None
         self._is_silent = False
         if was_silent:
-            log.info("the machine says again how much memory there is")
+            log.info("the machine's memory can be read again")
         return memory
 
     def _reading(self, memory: MemoryReading, now_s: float, taken: int) -> ControllerReading:
@@ -239,7 +240,7 @@ class Elastic:
         )
 
     def _limit_step(self, reading: ControllerReading, memory: MemoryReading, before: int) -> None:
-        """Let a step have what is left, now that the cache has given back what it could."""
+        """Set the most tokens of a step by what is left, after the cache has given back."""
         sizes = self._step_bytes
         if sizes is None or memory.left_bytes is None:
             return
@@ -248,7 +249,7 @@ class Elastic:
         now = replace(reading, available_bytes=reading.available_bytes + returned)
         if self._token_budget:
             self._note_peak(sizes, taken)
-        else:  # or what one step was said to take would keep all others from being tried
+        else:  # or the measurement of one step would prevent all others
             sizes.fade(now.now_s - self._looked_s)
         self._looked_s = now.now_s
         budget = self._max_tokens
@@ -273,7 +274,7 @@ class Elastic:
         self._scheduler.token_budget = max(1, budget)
 
     def _note_peak(self, sizes: StepBytes, taken: int) -> None:
-        """What the step since the last look has taken, if it was small for lack of memory."""
+        """Note the peak of a step that was small for lack of memory."""
         num_tokens = int(self._scheduler.statistics.step_tokens.sum - self._noted_tokens)
         peak = self._peak.peak_bytes()
         if self._token_budget < self._max_tokens and num_tokens and peak is not None:
@@ -307,33 +308,33 @@ class Elastic:
         return done
 
     def _count(self, committed_before: int, reason: str) -> None:
-        """Give back what is to be given back, and note it."""
+        """Have storage give memory back, and count it."""
         returned = committed_before - self._carried_out_bytes()
         self._num_shrinks += returned > 0
         self._returned_bytes += max(0, returned)
         self._reason = reason
 
     def _carried_out_bytes(self) -> int:
-        """What is committed or kept when storage has done all that accounting has decided."""
+        """Return the bytes that are committed or kept once storage has carried out all changes."""
         self._kv.carry_out()
         self._resident.follow(self._kv.accounting.ceiling.now_bytes)
         return self._kv.memory.committed_bytes + self._resident.kept_bytes
 
 
 def _watch(elastic_ref: "weakref.ref[Elastic]", stop: threading.Event) -> None:
-    """Until it is closed, or nothing refers to it any more."""
+    """Call ``settle`` until it is closed, or no reference to it is left."""
     while not stop.wait(_INTERVAL_S):
         elastic = elastic_ref()
         if elastic is None:
             return
         try:
-            # A thread that steps looks at the machine itself.
+            # A thread that steps holds the lock, and calls ``settle`` itself.
             if elastic.lock.acquire(blocking=False):
                 try:
                     elastic.settle()
                 finally:
                     elastic.lock.release()
-        except Exception:  # a device that is lost, which the next step will tell
+        except Exception:  # a lost device, for which the next step raises an error
             log.warning("memory is not watched any more between steps", exc_info=True)
             return
         del elastic

@@ -1,7 +1,7 @@
-"""A thread that steps while there is something to do, sleeps while there is not, and runs jobs.
+"""``EngineThread``: a thread that steps while requests run, and runs jobs between two steps.
 
-Jobs run between two steps, in the order in which they came. So another thread can have something
-done to what this one steps, and waits for no lock that a step holds.
+Jobs run in the order in which they came. So another thread can have something done to the engine
+without waiting for a lock that a step holds.
 """
 
 import os
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 @final
 class EngineThread:
-    """``step`` says whether there is more to do; ``end`` is the last thing that happens.
+    """Calls ``step`` until it returns False, and ``end`` at last.
 
-    ``end`` gets what ``step`` or a job raised, or None when it was closed. The thread is started by
-    the first job; steps, jobs and ``end`` are never under way at the same time.
+    ``end`` gets the error of ``step`` or of a job, or None after ``close``. The first job starts
+    the thread. Steps, jobs and ``end`` never run at the same time.
     """
 
     def __init__(
@@ -33,20 +33,20 @@ class EngineThread:
         self._jobs: deque[tuple[Job, Future[Any] | None]] = deque()
         self._thread: threading.Thread | None = None
         self._over = False
-        self._reason: BaseException | None = None  # why, if it was not closed
+        self._reason: BaseException | None = None  # the error that ended the thread
         self._pid = os.getpid()
 
     def post(self, job: Job) -> None:
-        """Have something done before the next step. What it raises ends everything.
+        """Run a job before the next step. An error of the job ends the thread.
 
         Raises: as ``refuse_if_over``.
         """
         self._take(job, None)
 
     def call(self, function: Callable[[], T], *, fatal: bool | None = None) -> "Future[T]":
-        """What a function gives or raises between two steps.
+        """Call a function between two steps. Return a future of its result.
 
-        ``fatal``: whether what it raises ends everything too; MemoryUnavailable does if not told.
+        ``fatal``: whether its error ends the thread too; by default MemoryUnavailable does.
 
         Raises: as ``refuse_if_over``.
         """
@@ -66,8 +66,8 @@ class EngineThread:
         return future
 
     def refuse_if_over(self) -> None:
-        """Raises: RequestError after ``close`` or a fork; or what else has ended everything."""
-        if os.getpid() != self._pid:  # the thread is not here, and a lock may be held for ever
+        """Check that jobs still run. Raises: RequestError after ``close`` or a fork; ``reason``."""
+        if os.getpid() != self._pid:  # a fork has no such thread, and its locks may stay taken
             raise RequestError(
                 "this AsyncLLM belongs to the process that forked this one: make an own one here"
             )
@@ -75,9 +75,9 @@ class EngineThread:
             raise self.reason
 
     def close(self) -> None:
-        """Do what was asked for so far, and end; it waits for the step under way.
+        """Run the jobs so far, and end. It waits for the step under way.
 
-        A second call does nothing, and so does a forked child's.
+        A second call does nothing, and neither does a forked child's.
         """
         if os.getpid() != self._pid:
             return
@@ -93,13 +93,13 @@ class EngineThread:
 
     @property
     def is_over(self) -> bool:
-        """Nothing is done any more: it was closed, has failed, or its thread is no longer there."""
+        """Whether no job runs any more: after ``close``, an error, or a fork."""
         thread = self._thread
         return self._over or (thread is not None and not thread.is_alive())
 
     @property
     def reason(self) -> Exception:
-        """Why nothing is done any more, as an error to raise."""
+        """Why no job runs any more, as an error to raise."""
         if self._reason is None:
             return RequestError("this AsyncLLM is closed: make a new one")
         if isinstance(self._reason, QuireError):
@@ -134,7 +134,7 @@ class EngineThread:
         self._end(self._reason)
 
     def _has_something_to_do(self, more: bool) -> bool:
-        """Sleep until there is; False: it was closed, and all jobs are done."""
+        """Sleep until there is a step or a job. Return False after ``close`` and the last job."""
         with self._changed:
             while not (more or self._jobs or self._over):
                 self._changed.wait()

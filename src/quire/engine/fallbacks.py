@@ -1,9 +1,8 @@
-"""What takes the place of a GPU's own ways where they fail at the start, and what is said of it.
+"""The attention backend that replaces one whose kernels fail at the start, and the log line for it.
 
-Kernels are compiled where they run, and what chooses tokens there was written elsewhere. So both
-are tried before a request is served. That a step goes on without a graph, ``models.cuda_graphs``
-sees to; without memory that can be mapped, there is no engine on that device
-(``memory.by_device``).
+Kernels are compiled where they run, so they are tried before a request is served. The other
+fallbacks are elsewhere: ``models.cuda_graphs`` runs a step without a graph, and
+``memory.by_device`` refuses a device whose memory cannot be mapped.
 """
 
 import logging
@@ -22,17 +21,17 @@ log = logging.getLogger(__name__)
 
 
 class OtherAttention:
-    """Of one engine: with what it is built, and then with what instead."""
+    """The attention backends that are left for one engine."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         self._config, self._loaded = config, loaded
         self._left: list[str] | None = None
 
     def instead(self, error: Exception) -> str:
-        """The next backend, which is said aloud, after the engine could not be built.
+        """Return the next backend after the engine could not be built, and log it.
 
-        Raises: the error, where attention cannot be the cause or no other is left; ConfigError,
-        with the option to change, where that backend was asked for.
+        Raises: the error, where attention cannot be its cause or no backend is left; ConfigError
+        with the option to change, where an option names the backend.
         """
         device, asked = self._loaded.device, self._config.attention_backend
         if device.type != "cuda" or not _may_be_of_attention(error):
@@ -63,7 +62,7 @@ class OtherAttention:
 
 
 def _may_be_of_attention(error: Exception) -> bool:
-    """Whether another backend may do better: not where memory is short or an option is wrong."""
+    """Return whether another backend may help: not if memory is short or an option is wrong."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return False
     return isinstance(error, AttentionFailed | UnsupportedModel) or not isinstance(

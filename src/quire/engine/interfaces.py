@@ -1,7 +1,7 @@
-"""What an engine is put together from: what computes, what chooses, what keeps. Protocols only.
+"""The protocols of an engine's parts.
 
-A model brings ``runner``, ``sampling``, ``kv_cache``, ``swap`` and ``speculation``. The
-planner has others, which take no time but a clock's. The loop around them is the same.
+The engine of a model has ``runner``, ``sampling``, ``kv_cache``, ``swap`` and ``speculation``. The
+planner has parts of its own, which only move a clock. The loop around them is the same.
 """
 
 from collections.abc import Iterable
@@ -14,68 +14,68 @@ from quire.kv import Accounting
 
 
 class ModelChanged(Exception):
-    """A model's owner has changed it since the last step: what is kept was computed by another."""
+    """The model was changed since the last step, so that what the cache holds is not its own."""
 
 
 class Runner(Protocol):
-    """Computes a step whose room is there: what accounting decided has been carried out."""
+    """Computes a step for which storage has carried out what accounting decided."""
 
     def run(self, plan: StepPlan) -> Any:
-        """Logits [rows, vocabulary]: those of each chunk from ``logits_from`` on, in order.
+        """Return logits [rows, vocabulary]: of each chunk from ``logits_from`` on, in order.
 
         The sequence of a chunk that ``pools`` gets its ``embedding``.
 
-        Raises: ModelChanged, once for each change; nothing has been computed then.
+        Raises: ModelChanged before anything is computed, once for each change.
         """
         ...
 
     @property
     def overwrites_states(self) -> bool:
-        """Whether a step that fails leaves its sequences with states that are of no use."""
+        """Whether a failed step leaves its sequences with useless states."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds beside the model."""
+        """Give back what the runner holds beside the model."""
         ...
 
 
 class Sampler(Protocol):
-    """Chooses tokens from what the runner beside it gives."""
+    """Chooses tokens by the runner's logits."""
 
     def sample(self, logits: Any, plan: StepPlan) -> list[Sampled]:
-        """What came of each of ``plan.draws``. Done twice, it gives the same."""
+        """Return what came of each of ``plan.draws``. A second call returns the same."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Drop what is kept for a sequence that has ended."""
         ...
 
 
 class Drafter(Protocol):
-    """Guesses what comes next. A wrong guess costs the time to look at it, and nothing else."""
+    """Guesses the next tokens. A wrong guess costs the time to compute it, and nothing else."""
 
     def propose(self, sequences: list[Sequence]) -> Drafts:
-        """Some tokens that may follow the last one, for some of these sequences, by id."""
+        """Guess tokens that may follow, for some of these sequences, by id."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Drop what is kept for a sequence that has ended."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Give back what the drafter holds."""
         ...
 
 
 class EngineKV(Protocol):
-    """An accounting, and what carries out what it decides."""
+    """An accounting, and the storage that carries out what it decides."""
 
     @property
     def accounting(self) -> Accounting: ...
 
     @property
     def refusal(self) -> Exception | None:
-        """Why it could not be carried out, if so: all that is left to do is ``restart``."""
+        """Why storage could not follow, or None. After a refusal only ``restart`` helps."""
         ...
 
     @property
@@ -86,23 +86,25 @@ class EngineKV(Protocol):
         ...
 
     def restart(self) -> None:
-        """Begin again, empty. Raises: MemoryUnavailable."""
+        """Begin again with an empty cache. Raises: MemoryUnavailable."""
         ...
 
 
 class Swap(Protocol):
-    """Where saved entries are while their sequences wait."""
+    """Keeps the entries of preempted sequences."""
 
     def save(self, saves: Iterable[Save]) -> list[Sequence]:
-        """Copy these out. Returns those that were not saved."""
+        """Copy entries out of the cache. Return the sequences whose entries were not saved."""
         ...
 
     def load(self, chunk: Chunk) -> bool:
-        """Put back what a chunk counts on. False: it is lost."""
+        """Copy the entries that a chunk counts on back. Return False if they are lost."""
         ...
 
     def forget(self, seq_ids: Iterable[int]) -> None:
-        """What was saved of these is not needed any more."""
+        """Drop the saved entries of these sequences."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Drop everything."""
+        ...

@@ -1,7 +1,4 @@
-"""How large an engine's cache is: the budget's ledger for a loaded model, and the cache's numbers.
-
-The arithmetic is in ``kv_sizing``.
-"""
+"""The budget's ledger for a loaded model, and the numbers of its cache. See ``kv_sizing``."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -32,11 +29,11 @@ def kv_ledger(
     *,
     measured_bytes: int | None = None,
 ) -> Ledger:
-    """Make the ledger of the chosen rule where the model is, now that it is loaded.
+    """Return the ledger of a loaded model's device by the chosen rule.
 
-    With a ``draft`` model it is for the KV memory of both. ``measured_bytes``: of a step.
+    With a ``draft`` model it is for the KV memory of both. ``measured_bytes`` are those of a step.
 
-    Raises: ConfigError for longer sequences than the model's. MemoryUnavailable.
+    Raises: ConfigError for longer sequences than the model's; MemoryUnavailable.
     """
     device = loaded.device
     needs = kv_needs(
@@ -70,8 +67,8 @@ def named_memory(config: EngineConfig, device: "torch.device") -> MemoryProvider
 def cache_config(
     config: EngineConfig, loaded: LoadedModel, provider: MemoryProvider, capacity_bytes: int
 ) -> CacheConfig:
-    """Make the cache's numbers for a capacity in bytes, and log what is not as asked for."""
-    would_share = STRATEGIES[config.cache].maps_pages and config.enable_prefix_caching
+    """Return the cache's numbers for a capacity in bytes, and log options that do not apply."""
+    would_share = config.cache == "virtual" and config.enable_prefix_caching
     if would_share and (reason := provider.cannot_share) is not None:
         said = "%s shares no pages: %s; prompts that begin alike are computed"
         log.warning(said, config.cache, reason)

@@ -1,31 +1,42 @@
-"""One accounting and its storage: the pair that decides and that carries out.
+"""An accounting and its storage, as a pair that is replaced where storage could not follow."""
 
-What needs both holds this, so that the pair can be replaced where storage could not follow.
-"""
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias, final
 
-from collections.abc import Callable
-from typing import TypeAlias, final
-
-from quire.kv import Accounting, Storage
+from quire.kv import Accounting, Storage, StorageOp
 from quire.memory import CountedMemory
 
 MakePair: TypeAlias = Callable[[], tuple[Accounting, Storage]]
 
 
+class OtherStorages(Protocol):
+    """The storages of other ranks, which have other heads of the same cache."""
+
+    @property
+    def least_committed_bytes(self) -> int:
+        """Of the rank that has committed the fewest."""
+        ...
+
+    def apply(self, changes: Sequence[StorageOp], own: Storage) -> None:
+        """Carry out changes in every rank, with this rank's ``own``. Raises: MemoryUnavailable."""
+        ...
+
+    def close_storage(self) -> None:
+        """Give back every page of the other ranks."""
+        ...
+
+
 @final
 class KVCache:
-    """``refusal`` is why storage could not follow, if so: all that is left to do is ``restart``.
+    """Has storage carry out what accounting decides.
 
-    ``least_committed_bytes`` tells how much every one of several ranks has committed.
+    ``refusal`` is why storage could not, or None; after a refusal only ``restart`` helps.
 
     Raises: MemoryUnavailable if no addresses can be reserved.
     """
 
-    def __init__(
-        self, make: MakePair, least_committed_bytes: Callable[[], int] | None = None
-    ) -> None:
-        self._make = make
-        self._least_committed_bytes = least_committed_bytes
+    def __init__(self, make: MakePair, others: OtherStorages | None = None) -> None:
+        self._make, self._others = make, others
         self.accounting, self.storage = make()
         self._memory = self.storage.memory
         self._is_closed = False
@@ -38,46 +49,54 @@ class KVCache:
 
     @property
     def committed_bytes(self) -> int:
-        here = self._memory.committed_bytes
-        return here if self._least_committed_bytes is None else self._least_committed_bytes()
+        """This rank's, or those of the rank that has committed the fewest."""
+        others = self._others
+        return self._memory.committed_bytes if others is None else others.least_committed_bytes
 
     def carry_out(self) -> None:
-        """End the accounting's step: storage does what was decided, or else there is a refusal.
-
-        After ``close`` there is nothing to be done.
-        """
+        """End the accounting's step: storage carries out its changes, or there is a ``refusal``."""
         if self.refusal is None:
             try:
                 changes = self.accounting.drain()
-                if not self._is_closed:
+                if self._is_closed:
+                    return
+                if self._others is None:
                     self.storage.apply(changes)
-            except Exception as error:  # what it was, is lost
+                elif several := list(changes):
+                    self._others.apply(several, self.storage)
+            except Exception as error:  # the changes are lost
                 self.refusal = error
 
     def require(self) -> None:
-        """Raises: what kept storage from following, MemoryUnavailable most of all."""
+        """Check that storage has followed. Raises: the refusal, as a rule MemoryUnavailable."""
         if self.refusal is not None:
             raise self.refusal
 
     def restart(self) -> None:
-        """Give every page back and begin again with an empty pair.
+        """Give every page back and begin again with an empty pair, under the same ceiling.
 
-        The ceiling is where it was. Raises: MemoryUnavailable; then there is no storage any more.
+        Raises: MemoryUnavailable, and then there is no storage.
         """
         ceiling = self.accounting.ceiling
-        self.storage.close()
+        self._close_storage()
         self.accounting, self.storage = self._make()
         self._memory, self.refusal = self.storage.memory, None
         self.accounting.resize(ceiling.capacity_bytes)
         self.accounting.resize(ceiling.now_bytes, for_now=True)
 
     def close(self) -> None:
-        """Give every page back, whatever is still to be done; and the addresses, as soon as no
-        tensor of another owner is over them. A second call does nothing.
+        """Give every page back, and the addresses once no tensor lies over them.
+
+        A second call does nothing.
         """
         if self._is_closed:
             return
         self._is_closed = True
         self.accounting.drain()
+        self._close_storage()
+        del self.storage, self._make  # both hold tensors over the addresses
+
+    def _close_storage(self) -> None:
         self.storage.close()
-        del self.storage, self._make  # tensors over the addresses, and what makes more of them
+        if self._others is not None:
+            self._others.close_storage()

@@ -1,7 +1,7 @@
-"""What a model and options need, and how large a cache is for it: numbers in, numbers out.
+"""What a model and options need of memory, and the cache's numbers: arithmetic without a model.
 
-The engine sizes itself with this, and a planner that has only a model's files. It loads nothing:
-where the numbers of a loaded model come from is ``kv_budget``'s matter.
+The engine sizes itself with this, and a planner that has only a model's files. ``kv_budget`` has
+the numbers of a loaded model.
 """
 
 from collections.abc import Iterable
@@ -15,17 +15,16 @@ from quire.memory.machine import Machine
 from quire.spec import Group, KeptWhole, ModelSpec, RecurrentState
 from quire.units import format_count
 
-_SHORT_TOKENS = 128  # a prompt and an answer: less than this is of no use
-# Libraries, compiled kernels and threads come after sizing: 345 MiB of addresses with two threads,
-# most of it stacks and arenas of malloc; and a few threads more at times. It matters only under
-# ulimit -v.
+_SHORT_TOKENS = 128  # a prompt and an answer: a smaller cache is of no use
+# Libraries, compiled kernels and threads take addresses after sizing: 345 MiB with two threads,
+# most of it stacks and arenas of malloc, and more with others. It matters only under ulimit -v.
 _LATER_ADDRESS_BYTES = 640 * 2**20
-_SWAP_PIECE_BYTES = 32 * 2**20  # that go at once, at least
+_SWAP_PIECE_BYTES = 32 * 2**20  # copied at once, at least
 _ALIGNMENT_BYTES = 64  # of a layer's parts, four at most
 
 
 def ledger_for(config: EngineConfig, needs: Needs, machine: Machine | None) -> Ledger:
-    """Make the ledger of the options, as ``make_ledger``."""
+    """Make the ledger of the options."""
     return make_ledger(
         machine,
         needs,
@@ -46,11 +45,10 @@ def kv_needs(
     on_gpu: bool = False,
     measured_bytes: int | None = None,
 ) -> Needs:
-    """Work out what a model needs under these options.
+    """Return what a model needs under these options.
 
-    ``on_gpu``: steps of decoding are recorded, and what they compute with stays taken; what is
-    swapped goes through buffers there.
-    ``measured_bytes``: what a step takes at its peak, if it is known; else it is estimated.
+    ``on_gpu``: decode steps are captured, whose memory stays taken, and swap goes through buffers.
+    ``measured_bytes``: the peak of a step in bytes, if it is known; else it is estimated.
 
     Raises: ConfigError for longer sequences than the model's.
     """
@@ -101,11 +99,11 @@ def cache_sizes(
     can_share: bool,
     max_mappings: int | None,
 ) -> CacheConfig:
-    """Make the cache's numbers for a capacity in bytes.
+    """Return the cache's numbers for a capacity in bytes.
 
-    ``can_share``: the memory can have a page at several addresses, ``max_mappings`` of them.
+    ``can_share``: the memory can map a page at several addresses, with ``max_mappings`` in all.
     """
-    # What a decoder writes depends on its source too: no other text may begin with it.
+    # A decoder's entries depend on its source too, so that other prompts may not share them.
     caching = config.enable_prefix_caching and not spec.source_tokens
     may_share = STRATEGIES[config.cache].maps_pages and can_share
     shares_pages = may_share and config.enable_prefix_caching
@@ -127,10 +125,10 @@ def cache_sizes(
 
 
 def swap_buffer_bytes(groups: Iterable[Group], longest: int) -> int:
-    """Size one of the buffers on a GPU that entries go through to the host and back: bytes.
+    """Return the bytes of one swap buffer on a GPU.
 
-    Whole layers go at once, so that it holds the largest: of a sequence of ``longest`` tokens, or
-    all that a group keeps whole.
+    Whole layers are copied at once, so that it holds the largest: that of a sequence of ``longest``
+    tokens, or all states of a group.
     """
     layers = (
         slot_bytes(group, 1)
@@ -142,7 +140,7 @@ def swap_buffer_bytes(groups: Iterable[Group], longest: int) -> int:
 
 
 def longest_tokens(config: EngineConfig, name: str, spec: ModelSpec) -> int:
-    """Return the longest sequence's tokens. Raises: ConfigError for more than the model's own."""
+    """Return the most tokens of a sequence. Raises: ConfigError for more than the model's."""
     most = stored_spec(config, spec).max_model_len
     longest = config.max_model_len or most
     if longest > most:
@@ -154,7 +152,7 @@ def longest_tokens(config: EngineConfig, name: str, spec: ModelSpec) -> int:
 
 
 def stored_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
-    """Return the model with keys and values as they are kept."""
+    """Return the model's spec with the dtypes in which keys and values are stored."""
     if config.max_model_len and spec.source_tokens == spec.max_model_len:  # one limit for both
         spec = spec.with_source_tokens(min(config.max_model_len, spec.source_tokens))
     kept_as = KV_CACHE_DTYPES[config.kv_cache_dtype]
@@ -162,23 +160,23 @@ def stored_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
 
 
 def _graph_bytes(own: Footprint, spec: ModelSpec, num_seqs: int) -> int:
-    """With a batch of one layer's states: as they were, as they are then, and once in between."""
+    """Return the bytes of captured steps, with three copies of one layer's states."""
     each = (g.spec.state_bytes for g in spec.groups if isinstance(g.spec, RecurrentState))
     return own.graph_bytes(num_seqs) + 3 * num_seqs * max(each, default=0)
 
 
 def _window_bytes(config: EngineConfig, spec: ModelSpec, longest: int) -> int:
-    """Addresses that a strategy reserves besides those of its capacity."""
-    if STRATEGIES[config.cache].has_own_ranges:
+    """Return the bytes of addresses that a strategy reserves beyond its capacity."""
+    if config.cache in ("growing", "virtual"):
         return config.max_num_seqs * longest * spec.bytes_per_token
     return 0
 
 
 def _most_bytes(config: EngineConfig, spec: ModelSpec, longest: int, page_bytes: int) -> int:
-    """More than all sequences at their longest is never used, prefixes of ended ones apart.
+    """Return the bytes of all sequences at their longest: a larger cache only keeps prefixes.
 
-    A sequence's last block or, head by head or stack by stack, its last page is not full; while a
-    buffer grows, the old one is there too.
+    A sequence's last block, or the last page of each head or stack, is not full. While a buffer
+    grows, the old one is there too.
     """
     copies = 2 if STRATEGIES[config.cache].grows_by_copying else 1
     slack = config.block_size * spec.bytes_per_token + page_bytes * sum(

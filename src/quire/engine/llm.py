@@ -1,4 +1,4 @@
-"""``LLM``: the engine with a model, a cache and a tokenizer around it. Text in, text out."""
+"""``LLM``: an engine with a model, a cache and a tokenizer. It takes text and returns text."""
 
 import logging
 from collections import deque
@@ -42,7 +42,6 @@ from quire.kv import NO_KEYS, Accounting, PrefixKeys, Usage
 from quire.kv.page_tables import usage_with_tables
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.machine.readings import Gauge
-from quire.models.executors.encoder_source import Source
 from quire.models.loader import LoadedModel
 from quire.models.speech import Hearing
 from quire.sampling_params import (
@@ -58,25 +57,24 @@ log = logging.getLogger(__name__)
 
 Observer: TypeAlias = Callable[[Usage], None]
 
-_USAGE_AGE_S = 0.25  # how old what is noted of it may be when a step begins
+_USAGE_AGE_S = 0.25  # the most that the noted usage is old when a step begins
 
 
 class LLM:
-    """A model behind the engine.
+    """A model behind an engine.
 
     ``model`` is a local folder, a hub name, a Transformers model in memory, what
-    ``models.loader.load`` gave, or None for the demo model. Options are the fields of
+    ``models.loader.load`` returned, or None for the demo model. Options are the fields of
     ``EngineConfig``. ``show_progress`` lets Transformers draw bars while it loads. ``memory``
-    counts what was taken from the system; leaving a ``with`` block gives it back, and a model that
-    was loaded for it. A model in memory stays as it was: its own
-    ``generate`` works all the while.
+    counts the bytes that were taken from the system. Leaving a ``with`` block gives them back, and
+    a model that the LLM loaded. A model in memory stays as it was, and its own ``generate`` works.
 
-    From the first run on the cache shrinks while the machine is short of memory, as ``gauge`` reads
-    it, and grows again later (``elastic``). No sequence ends because of that.
+    Once a request has run, the cache shrinks while the machine is short of memory, as ``gauge``
+    reads it, and grows again later (``elastic``). No sequence ends because of that.
 
-    ``statistics`` counts what it does: tokens, hits and misses of the prefix cache, preemptions,
-    why requests end, how long their parts take. Any thread may read them at any moment, during a
-    step and after ``close`` too.
+    ``statistics`` counts tokens, hits and misses of the prefix cache, preemptions, why requests
+    end, and the seconds of their parts. Any thread may read them, during a step and after
+    ``close`` too.
 
     Raises: ConfigError, ModelNotLoadable, UnsupportedModel, MemoryUnavailable.
     """
@@ -108,12 +106,12 @@ class LLM:
         )
         self.statistics = self.engine.scheduler.statistics
         self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
-        self._listeners: dict[int, Listener | BeamSearch] = {}  # of each that has not ended
+        self._listeners: dict[int, Listener | BeamSearch] = {}  # of unfinished sequences, by id
         self._ids = count(1)
-        self.sleep_level = 0  # 1: without KV memory; 2: and without the model
+        self.sleep_level = 0  # 1: KV memory is given back; 2: and the model
         self._closed, self._close_is_over = False, Event()
-        self._closing = Lock()  # of two threads that close it, one does
-        self.has_failed = False  # it was closed since it could not go on
+        self._closing = Lock()  # lets one of two threads close
+        self.has_failed = False  # closed after an error
 
     def _build(
         self,
@@ -125,12 +123,9 @@ class LLM:
         lock: CacheLock | None = None,
         statistics: Statistics | None = None,
     ) -> LoadedModel:
-        """Load the model and put an engine around it, or anew with what it had.
-
-        Raises: as the constructor.
-        """
+        """Load the model and build an engine for it. Raises: as the constructor."""
         loaded = loaded_model(model, tokenizer, config, show_progress=show_progress)
-        # The processes of a model that was loaded elsewhere belong to the caller that loaded it.
+        # The ranks of a model that the caller loaded are the caller's.
         ranks = None if isinstance(model, LoadedModel) else loaded.ranks
         try:
             parts = build(
@@ -167,16 +162,17 @@ class LLM:
     ) -> list[CompletionOutput]:
         """Continue every prompt (text, or token ids); all of them run together.
 
-        For an encoder-decoder a prompt is the source, and its text begins as ``generate`` has it:
-        with decoder_start_token_id and what the generation config forces next, which count as the
-        prompt. ``{"source": …, "prompt_token_ids": […]}`` lets it begin otherwise. A source is
-        text, token ids, or the input_features of a speech model (a tensor [mels, frames]).
+        A prompt of an encoder-decoder is the source. Its text begins as with Transformers'
+        ``generate``: with decoder_start_token_id and the tokens that the generation config forces
+        next, which count as the prompt. ``{"source": …, "prompt_token_ids": […]}`` replaces them. A
+        source is text, token ids, or the input_features of a speech model (a tensor
+        [mels, frames]).
 
-        ``params`` are for all of them, or one for each. ``observe`` is called with the cache's
+        ``params`` are for all prompts, or one for each. ``observe`` is called with the cache's
         usage after each step.
 
-        Raises: RequestError for a prompt that cannot run, and then none has been started;
-        MemoryUnavailable where it has not even addresses left, and then the LLM is closed.
+        Raises: RequestError for a prompt that cannot run, before any is started; MemoryUnavailable
+        where the system has no addresses left, and then the LLM is closed.
         """
         return self._completions(self._requests(prompts, params), observe)
 
@@ -187,16 +183,17 @@ class LLM:
         *,
         observe: Observer | None = None,
     ) -> Iterator[TextDelta]:
-        """Like ``generate``, piece by piece. Leaving the loop early ends what still runs.
+        """Continue prompts as ``generate`` does, piece by piece.
 
-        Nothing runs before the first piece is asked for. Several streams may be read in turns.
+        Leaving the loop ends what still runs. Nothing runs before the first piece is asked for.
+        Several streams may be read in turns.
         """
         return self._run(self._requests(prompts, params), observe, [])
 
     def beam_search(
         self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams
     ) -> list[CompletionOutput]:
-        """The likeliest continuations of every prompt, the best choice first.
+        """Find the likeliest continuations of every prompt, the best choice first.
 
         Raises: as ``generate``.
         """
@@ -206,13 +203,12 @@ class LLM:
     def embed(
         self, prompts: Prompt | Iterable[Prompt], pooling_params: PoolingParams | None = None
     ) -> list[PromptEmbedding]:
-        """The embedding of every prompt: its last token's hidden state, behind the last norm.
+        """Return the embedding of every prompt: its last token's hidden state after the last norm.
 
-        Prompts are computed with what else runs, chunk by chunk, and found in the prefix cache as
-        those of ``generate`` are.
+        Prompts are computed beside other requests, chunk by chunk, and found in the prefix cache.
 
-        Raises: RequestError for a prompt that cannot run, for a model that has none, and for one of
-        which none came.
+        Raises: RequestError for a prompt that cannot run or ended early, and for a model without
+        embeddings.
         """
         asked = pooling_params or PoolingParams()
         requests = [self.request(prompt, asked) for prompt in split(prompts)]
@@ -229,7 +225,7 @@ class LLM:
     def score(
         self, text_1: Prompt | Iterable[Prompt], text_2: Prompt | Iterable[Prompt]
     ) -> list[float]:
-        """How alike texts are: the cosine of the embeddings of each pair, from -1 to 1.
+        """Return the cosine of the embeddings of each pair of texts, from -1 to 1.
 
         One text is compared with each of several, or each of several with the one at its place.
 
@@ -241,10 +237,10 @@ class LLM:
         return scores(found, [(one, len(first) + other) for one, other in compared])
 
     def usage(self, *, wait: bool = True) -> Usage:
-        """Bytes reserved, committed, used and wasted at this moment.
+        """Return the bytes reserved, committed, used and wasted at this moment.
 
-        Without ``wait``, while a step is under way: as it was a moment before that step, or a
-        quarter of a second earlier at most.
+        Without ``wait``, while a step runs, they are those before that step, or up to a quarter of
+        a second older.
         """
         if self._elastic.lock.acquire(blocking=wait):
             try:
@@ -254,17 +250,17 @@ class LLM:
         return self._noted_usage
 
     def now_s(self) -> float:
-        """Of the clock that ``statistics`` go by."""
+        """Return the time of the clock of ``statistics``, in seconds."""
         return self.engine.clock()
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, or has failed: nothing runs any more."""
+        """Whether the LLM was closed, or has failed."""
         return self._closed
 
     @property
     def accounting(self) -> Accounting:
-        """The books: which sequence holds which tokens. Another object after trouble.
+        """Which sequence holds which tokens; another object after the cache began anew.
 
         For the thread that steps, between two steps.
         """
@@ -272,19 +268,19 @@ class LLM:
 
     @property
     def memory(self) -> CountedMemory:
-        """KV memory as it was taken from the system and given back."""
+        """KV memory that was taken from the system and given back."""
         return self._kv.memory
 
     @property
     def elastic(self) -> Elasticity:
-        """Where the ceiling on KV memory is at this moment, why, and what moving it has cost."""
+        """Where the ceiling on KV memory is, why, and what moving it has cost."""
         return self._elastic.state
 
     def resize(self, kv_cache_memory_bytes: int | str) -> None:
-        """Change the capacity while prompts run. It holds when this returns, after a step at most.
+        """Change the capacity in bytes while prompts run. It waits for the step under way.
 
-        What is only cached goes first; then sequences make room and compute again later, and one
-        that is too long for it ends with its text so far.
+        Blocks that are only cached go first. Then sequences are preempted, and one that is too long
+        for the capacity ends with its text so far.
 
         Raises: ConfigError for more than the LLM was made with. RequestError after ``close``, and
         while it is asleep.
@@ -301,9 +297,9 @@ class LLM:
         self._elastic.resize(wanted)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Give back what is kept for later prompts; False, and nothing is done, while one runs.
+        """Drop the blocks that are kept for later prompts. Return False while a request runs.
 
-        With ``reset_running_requests`` those that run compute their tokens again.
+        With ``reset_running_requests`` running requests compute their tokens again.
         """
         with self._elastic.lock:
             if reset_running_requests:
@@ -314,13 +310,13 @@ class LLM:
         return done
 
     def sleep(self, level: int = 1) -> bool:
-        """Give memory back until ``wake_up``; False, and nothing is done, while a sequence runs.
+        """Give memory back until ``wake_up``. Return False, and do nothing, while a request runs.
 
-        Level 1 gives back all KV memory and what it cached, level 2 the model too, with all that
-        was made from it. Prompts are refused meanwhile.
+        Level 1 gives back all KV memory, level 2 the model too, with what was made from it. Prompts
+        are refused meanwhile.
 
-        Raises: RequestError for another level, after ``close``, and for level 2 where the model was
-        handed in, since it cannot be read again.
+        Raises: RequestError for another level, after ``close``, and for level 2 with a model in
+        memory, which cannot be read again.
         """
         self.check_sleep(level)
         with self._elastic.lock:
@@ -339,7 +335,7 @@ class LLM:
         return True
 
     def check_sleep(self, level: int) -> None:
-        """Raises: RequestError for a level that ``sleep`` cannot do."""
+        """Check a level of ``sleep``. Raises: RequestError."""
         if level not in (1, 2) or isinstance(level, bool):
             raise RequestError(f"level={level!r} must be 1 (KV memory) or 2 (the model too)")
         if level == 2 and not self._has_own_model:
@@ -349,10 +345,11 @@ class LLM:
             )
 
     def wake_up(self) -> None:
-        """Run again, after ``sleep``. A model that was given back is read again, which takes as
-        long as the first time. It does nothing to an LLM that is awake.
+        """Run again after ``sleep``. A model that was given back is loaded again.
 
-        Raises: as the constructor, RequestError after ``close``; the LLM is asleep then as before.
+        It does nothing to an LLM that is awake.
+
+        Raises: as the constructor, and RequestError after ``close``; the LLM stays asleep then.
         """
         with self._elastic.lock:
             self._refuse_if_closed()
@@ -376,21 +373,20 @@ class LLM:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether it was put to sleep, and runs nothing."""
+        """Whether the LLM was put to sleep."""
         return self.sleep_level > 0
 
     def close(self) -> None:
-        """End what still runs, and let go of the model and of all KV memory.
+        """End what still runs, and give the model and all KV memory back.
 
-        A model that the LLM loaded itself goes, with all that was made from its weights. One that
-        was handed in stays as usable as it was, without what was made from it here. Tensors that
-        were taken out of either stay valid; addresses of the cache go with the last tensor over
-        them. Figures can still be read. A second call does nothing.
+        A model that the LLM loaded goes, with what was made from its weights. A model in memory
+        stays usable. Tensors of either stay valid; the cache's addresses go with the last tensor
+        over them. Statistics can still be read. A second call does nothing.
         """
         self._close("abort", "the LLM was closed")
 
     def fail(self, detail: str) -> None:
-        """``close``, since it cannot go on: what still runs ends with an error."""
+        """Close after an error: what still runs ends with it."""
         self.has_failed = True
         self._close("error", detail)
 
@@ -408,7 +404,7 @@ class LLM:
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
     ) -> Request:
-        """A prompt as a request that can run: for text, for that of a search, or its embedding.
+        """Make a request of a prompt: for text, a beam search or an embedding, by its params.
 
         Raises: RequestError.
         """
@@ -425,8 +421,11 @@ class LLM:
         for name in ("logit_bias", "allowed_token_ids"):
             refuse_unknown_ids(getattr(params, name) or (), self.vocab_size, name)
         structured = params.structured_outputs
-        source, token_ids = self._read(prompt)
         sources = self._source_prompts
+        if sources is None:
+            source, token_ids = None, encode(prompt, self.tokenizer, self.vocab_size)
+        else:
+            source, token_ids = sources.read(prompt)
         request = Request(
             request_id=next(self._ids),
             prompt_token_ids=token_ids,
@@ -452,10 +451,10 @@ class LLM:
         index: int = 0,
         arrived_s: float | None = None,
     ) -> list[Sequence]:
-        """Let a request wait for its turn; ``deliver`` gets its pieces, from within ``step``.
+        """Queue a request. ``deliver`` is called with its pieces, from within ``step``.
 
-        ``arrived_s``: when it was made, if not just now (``now_s``). What ``deliver`` raises ends
-        its sequence with an error. Raises: RequestError after ``close``.
+        ``arrived_s`` is the time of its arrival in seconds, if not now (``now_s``). An error of
+        ``deliver`` ends the sequence. Raises: RequestError after ``close``.
         """
         with self._elastic.lock:
             self._refuse_if_out()
@@ -477,9 +476,9 @@ class LLM:
         return sequences
 
     def abandon(self, sequences: Iterable[Sequence]) -> None:
-        """End what still runs of these, and give back what only they hold.
+        """End what still runs of these, and free what they alone hold.
 
-        The reader of a search gets what it has found so far.
+        The reader of a beam search gets what it has found so far.
         """
         with self._elastic.lock:
             for sequence in sequences:
@@ -490,18 +489,25 @@ class LLM:
             self._kv.carry_out()
 
     def step(self) -> bool:
-        """One step for all; False if there is nothing to do any more, as after ``close``.
+        """Take one step for all requests. Return False if none is left, as after ``close``.
 
         Where the system would end the process for lack of memory, it only waits for a moment.
 
-        Raises: MemoryUnavailable where that lasts, or where the system has not even addresses left
-        for an empty cache; the LLM is closed then.
+        Raises: MemoryUnavailable where that lasts, or where the system has no addresses left for an
+        empty cache, and RankLost; the LLM is closed then. RequestError from within
+        ``deliver`` while the LLM is being closed: ``close`` could not end before this call does.
         """
         try:
             with self._elastic.lock:
                 if self.is_sleeping:
                     return False
-                if not (is_closed := self._closed):
+                is_closed = self._closed
+                if is_closed and self._elastic.lock.is_nested:
+                    raise RequestError(
+                        "step() was called from a deliver callback while the LLM is closed: "
+                        "let the callback return first"
+                    )
+                if not is_closed:
                     self._elastic.settle()
                     outputs = self.engine.step() if self._elastic.may_step() else None
                     for output in outputs or ():
@@ -516,17 +522,17 @@ class LLM:
         except (MemoryUnavailable, RankLost) as error:
             self.fail(str(error))
             raise
-        self._close_is_over.wait()  # without the lock, which the thread that closes may wait for
+        self._close_is_over.wait()  # without the lock, for which the closing thread may wait
         return False
 
     def _tell(self, output: TokenOutput) -> None:
-        """Let the reader of a sequence, or its search, hear what a step did.
+        """Hand what a step did for a sequence to its listener, or to its beam search.
 
-        What goes wrong there ends that sequence. Raises: MemoryUnavailable, as ``step``.
+        An error there ends that sequence. Raises: MemoryUnavailable and RankLost, as ``step``.
         """
         sequence = output.sequence
         listener = self._listeners.get(sequence.seq_id)
-        if listener is None:  # its text has ended with a token before this one
+        if listener is None:  # an earlier token has ended its text
             return
         try:
             end = listener.hear(output)
@@ -544,14 +550,8 @@ class LLM:
         elif end is not None or output.finish_reason is not None:
             self._listeners.pop(sequence.seq_id, None)
 
-    def _read(self, prompt: Prompt) -> tuple[Source | None, tuple[int, ...]]:
-        """What an encoder reads, if there is one, and the text so far. Raises: RequestError."""
-        if self._source_prompts is not None:
-            return self._source_prompts.read(prompt)
-        return None, encode(prompt, self.tokenizer, self.vocab_size)
-
     def _note_usage(self) -> None:
-        """For callers that do not wait."""
+        """Note the usage for callers that do not wait."""
         if not self._closed and self.sleep_level < 2:
             self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
 
@@ -563,7 +563,7 @@ class LLM:
             if self._closed:
                 return
             self._closed = True
-        with ExitStack() as parts:  # all of them, whatever one raises
+        with ExitStack() as parts:  # all callbacks run, even if one raises
             parts.callback(self._close_is_over.set)
             self._elastic.close()
             parts.enter_context(self._elastic.lock)
@@ -571,12 +571,12 @@ class LLM:
                 self._let_go(End(reason, detail))
 
     def _let_go(self, end: End) -> None:
-        """Of the model, of all KV memory, and of what still runs."""
+        """End what still runs, and give back the model and all KV memory."""
         with ExitStack() as parts:
             for part in (self._ranks, self._team):
                 if part is not None:
                     parts.callback(part.close)
-            # What was kept for it is of no use now, nor what held its own model.
+            # Nothing needs the memory that was kept for the cache, or that held the model.
             parts.callback(self._resident.rest, short=not self._has_own_model)
             parts.callback(self._kv.close)
             parts.callback(self._resident.close)
@@ -585,8 +585,8 @@ class LLM:
             self.engine.close(end.reason, end.detail)
 
     def _tell_the_end(self, end: End) -> None:
-        """Of the LLM, to all that still listen."""
-        for listener in dict.fromkeys(self._listeners.values()):  # a search is there once a beam
+        """Hand the LLM's end to all listeners."""
+        for listener in dict.fromkeys(self._listeners.values()):  # a search listens to each beam
             listener.end(end)
         self._listeners.clear()
 
@@ -595,7 +595,7 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None,
     ) -> list[Request]:
-        """Every prompt as a request that can run. Raises: RequestError."""
+        """Make a request of every prompt. Raises: RequestError."""
         self._refuse_if_out()
         several = split(prompts)
         each = params_for_each(params, len(several))
@@ -622,9 +622,9 @@ class LLM:
     def _run(
         self, requests: list[Request], observe: Observer | None, started: list[list[Sequence]]
     ) -> Iterator[TextDelta]:
-        """Step until these have ended; what the steps do for others goes to their own queues.
+        """Step until these requests have ended. ``started`` receives the sequences of each.
 
-        ``started`` gets the sequences of each request.
+        Pieces of other requests go to their own queues.
         """
         deltas: deque[TextDelta] = deque()
         sequences: list[Sequence] = []
@@ -632,7 +632,7 @@ class LLM:
             for index, request in enumerate(requests):
                 started.append(self.start(request, deltas.append, index=index))
                 sequences += started[-1]
-            # In this order: a listener goes when its last piece is there, in whatever thread.
+            # In this order: another thread removes a listener after it has put the last piece.
             while any(own.seq_id in self._listeners for own in sequences) or deltas:
                 if not deltas:
                     self.step()

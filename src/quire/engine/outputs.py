@@ -1,4 +1,4 @@
-"""From tokens to text, for the caller: pieces while a prompt runs, and the whole at the end."""
+"""Outputs for the caller: pieces of text while a prompt runs, and the whole at the end."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """A piece of one continuation of one prompt: of one token, or more for a reader who is behind.
+    """A piece of one continuation of one prompt: one token, or more for a slow reader.
 
-    The end may come without a token.
+    The last piece may have no token.
     """
 
     index: int  # of the prompt, among those of one call
@@ -27,14 +27,14 @@ class TextDelta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
-    finish_reason: FinishReason | None  # None while it goes on
+    finish_reason: FinishReason | None  # None before the end
     detail: str = ""  # why it ended early; empty otherwise
-    fault: Fault = None  # whose it was, if no token could be sampled
+    fault: Fault = None  # why no token could be sampled, if none could
     stopped_by: str | int | None = None  # the stop string or stop token that ended it
     num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first piece, if they were asked for
     latencies: Latencies | None = field(default=None, compare=False)  # of the whole, at its end
-    cumulative_logprob: float | None = None  # of all tokens, at the end of a search
+    cumulative_logprob: float | None = None  # of all tokens, at the end of a beam search
     embedding: Embedding | None = field(default=None, compare=False)  # at the end, if asked for
 
     @property
@@ -53,12 +53,12 @@ class Choice:
     detail: str  # why it ended early; empty otherwise
     stopped_by: str | int | None = None  # the stop string or stop token that ended it
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
-    cumulative_logprob: float | None = None  # of all tokens, where a search went by it
+    cumulative_logprob: float | None = None  # of all tokens, of a beam search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """What came of a prompt: ``choices``, as many as asked for; the first one's fields are here."""
+    """The continuations of a prompt, as many as asked for; the first one's fields are here too."""
 
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
@@ -87,14 +87,14 @@ Deliver = Callable[[TextDelta], None]
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a sequence is to end because of its text."""
+    """How a sequence ends because of its text."""
 
     reason: FinishReason
     detail: str = ""
 
 
 class Listener:
-    """Makes one sequence's tokens into pieces of text and hands them on."""
+    """Turns one sequence's tokens into pieces of text, and delivers them."""
 
     def __init__(self, sequence: Sequence, tokenizer: Any, index: int, deliver: Deliver) -> None:
         self._sequence, self._index, self._deliver = sequence, index, deliver
@@ -104,10 +104,10 @@ class Listener:
             self._detokenizer = Detokenizer(tokenizer, sequence.request.params)
 
     def hear(self, output: TokenOutput) -> End | None:
-        """Hand on what a step did.
+        """Deliver what a step did. Raises: what ``deliver`` raises.
 
-        Returns: how the sequence is to end: a stop string has come, or a token that the tokenizer
-        cannot decode. The reader knows already. Raises: what ``deliver`` raises.
+        Return how the sequence must end if a stop string has come, or a token that the tokenizer
+        cannot decode. The reader knows it already.
         """
         sequence, text, end = self._sequence, "", None
         stopped_by: str | int | None = self._stop_token(output)
@@ -143,11 +143,11 @@ class Listener:
         return end
 
     def end(self, end: End) -> None:
-        """Hand on what was held back, and how it ends. What keeps it from the reader is logged."""
+        """Deliver the text that was held back, and the end. An error of ``deliver`` is logged."""
         text, sequence = "", self._sequence
         try:
             if self._detokenizer is not None:
-                with suppress(Exception):  # it has been logged
+                with suppress(Exception):  # ``hear`` has logged it
                     text = self._detokenizer.flush()
             self._deliver(
                 TextDelta(
@@ -165,21 +165,21 @@ class Listener:
             log.exception("the end of sequence %d cannot be delivered", sequence.seq_id)
 
     def _text(self, detokenizer: Detokenizer, output: TokenOutput) -> str:
-        """What can be shown now."""
+        """Return the text that can be shown now."""
         includes_stop = self._sequence.request.params.include_stop_str_in_output
         if output.token_id is None or not (output.is_text or includes_stop):
             return detokenizer.flush()
         return detokenizer.add(output.token_id, last=output.finish_reason is not None)
 
     def _stop_token(self, output: TokenOutput) -> int | None:
-        """The token, if it ended the sequence and the request had named it."""
+        """Return the token, if it ended the sequence and the request names it."""
         named = self._sequence.request.params.stop_token_ids
         ends = output.finish_reason == "stop" and not output.is_text
         return output.token_id if ends and output.token_id in named else None
 
 
 def embedding_of(end: TextDelta) -> Embedding:
-    """What a prompt was computed for. Raises: RequestError if it ended without."""
+    """Return a prompt's embedding f32[hidden]. Raises: RequestError if it ended without one."""
     if end.embedding is None:
         raise RequestError(
             f"a prompt ended without an embedding: {end.detail or end.finish_reason}"
@@ -190,7 +190,7 @@ def embedding_of(end: TextDelta) -> Embedding:
 def completion(
     request: Request, sequences: Iterable[Sequence], deltas: Iterable[TextDelta]
 ) -> CompletionOutput:
-    """All the pieces of one prompt's continuations, put together."""
+    """Put the pieces of one prompt's continuations together."""
     several = list(sequences)
     pieces: list[list[TextDelta]] = [[] for _ in several]
     for delta in deltas:

@@ -1,7 +1,6 @@
-"""From a decoder's last hidden state to an embedding, as vLLM has it for decoders.
+"""Embeddings of a decoder, as vLLM has them: the last token's hidden state after the last norm.
 
-The state is that of the last token, behind the last norm: what the model's head would be given. A
-length of 1 makes the product of two embeddings their cosine.
+They have a length of 1, so that the product of two embeddings is their cosine.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from quire.units import format_count
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptEmbedding:
-    """What came of a prompt."""
+    """A prompt and its embedding."""
 
     prompt_token_ids: tuple[int, ...]
     embedding: Embedding = field(repr=False)  # f32[hidden size], or as many as were asked for
@@ -28,16 +27,17 @@ class PromptEmbedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poolable:
-    """What embeddings of a model there are. ``why_not``: why there are none; empty otherwise."""
+    """The embeddings that a model has. ``why_not`` says why it has none; empty otherwise."""
 
     name: str
     hidden_size: int
-    is_matryoshka: bool  # its first dimensions are embeddings too …
-    dimensions: tuple[int, ...]  # … as many of them as one of these; of any number if empty
+    is_matryoshka: bool  # the first dimensions of an embedding are an embedding too …
+    dimensions: tuple[int, ...]  # … of one of these sizes, or of any if empty
     why_not: str
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> "Poolable":
+        """Read from a loaded model which embeddings it has."""
         config: Any = loaded.model.config
         why_not = ""
         if loaded.spec.source_tokens:
@@ -54,7 +54,7 @@ class Poolable:
         )
 
     def check(self, params: PoolingParams) -> None:
-        """Raises: RequestError for a model without embeddings, or without those of that size."""
+        """Check that the model has embeddings of the asked size. Raises: RequestError."""
         if self.why_not:
             raise RequestError(f"{self.name} has no embeddings: {self.why_not}")
         asked = params.dimensions
@@ -72,9 +72,9 @@ class Poolable:
 
 
 def pairs(num_1: int, num_2: int) -> list[tuple[int, int]]:
-    """Which texts are compared: one with each of the others, or each with the one at its place.
+    """Return pairs of places: one text with each other, or each with the one at its place.
 
-    Raises: RequestError for other numbers of them.
+    Raises: RequestError for other numbers of texts.
     """
     if not num_1 or not num_2 or (num_1 != 1 and num_1 != num_2):
         raise RequestError(
@@ -85,5 +85,5 @@ def pairs(num_1: int, num_2: int) -> list[tuple[int, int]]:
 
 
 def scores(embeddings: Sequence[Embedding], of: Sequence[tuple[int, int]]) -> list[float]:
-    """The cosine of each pair of them, which have the length 1."""
+    """Return the cosine of each pair of embeddings, which have the length 1."""
     return [float(np.dot(embeddings[one], embeddings[other])) for one, other in of]

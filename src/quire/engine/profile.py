@@ -1,11 +1,10 @@
-"""What one step takes at its peak: on a device measured before the cache is sized.
+"""The bytes that a step takes at its peak, which a device measures before the cache is sized.
 
-That step is the largest that the options allow: ``max_num_batched_tokens`` tokens of as many
-sequences as may run, each of which is then given a token; where guesses are made, as many of these
-are looked at. Its cache is just large enough, and gone afterwards. How much KV memory there is with
-that, the ledger says. Of smaller steps ``StepBytes`` tells.
+The measured step is the largest that the options allow: ``max_num_batched_tokens`` tokens of as
+many sequences as may run, with their drafts, and a sampled token for each. Its cache is just large
+enough for it. ``StepBytes`` estimates smaller steps.
 
-Source: vLLM's profile run
+Source: vLLM's profile run.
 """
 
 import logging
@@ -13,7 +12,6 @@ from bisect import bisect_right
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import cycle, islice
-from typing import Protocol
 
 import torch
 
@@ -29,6 +27,7 @@ from quire.kv import CacheConfig, Fits
 from quire.kv.layout import whole_bytes
 from quire.memory import MemoryProvider
 from quire.memory.budget import Footprint
+from quire.memory.machine import CudaPeak
 from quire.models.loader import LoadedModel
 from quire.spec import ModelSpec
 from quire.units import format_bytes, format_count
@@ -36,20 +35,11 @@ from quire.units import format_bytes, format_count
 log = logging.getLogger(__name__)
 
 
-class PeakMeter(Protocol):
-    """Tells the most that was allocated since ``begin``, above what was allocated then."""
-
-    def begin(self) -> None: ...
-
-    def peak_bytes(self) -> int: ...
-
-
 class StepBytes:
-    """What a step of fewer tokens takes: the ledger's figure in proportion, and what was measured.
+    """Estimates a smaller step: the ledger's figure in proportion, corrected by measurements.
 
-    ``kv_bytes_per_token``: of what the tokens of a step leave in the cache, by blocks of
-    ``block_size``. ``logits_each``: of a sequence, 1 and its guesses. ``least_tokens`` are computed
-    in any case: those of an encoder's source.
+    ``kv_bytes_per_token`` are those of the cache, in blocks of ``block_size``. ``logits_each`` is 1
+    and the drafts of a sequence. ``least_tokens`` are computed in any step: an encoder's source.
     """
 
     def __init__(
@@ -69,28 +59,28 @@ class StepBytes:
         self._own, self._max_num_seqs, self._least_tokens = own, max_num_seqs, least_tokens
         self._logits_each = logits_each
         self._kv_bytes, self._block_size = kv_bytes_per_token, block_size
-        self._excess_bytes = 0  # that steps took beyond the estimate
+        self._excess_bytes = 0  # of measured steps, beyond the estimate
 
     def of(self, num_tokens: int, num_logits: int) -> int:
-        """Bytes besides weights at the peak of a step, its tokens' KV memory among them.
+        """Return the bytes at the peak of a step, without weights, with its tokens' KV memory.
 
-        ``num_logits``: tokens whose logits are wanted, if the step has so many; guesses apart.
+        ``num_logits``: the most tokens whose logits are wanted, drafts apart.
         """
         kv = (num_tokens + self._block_size) * self._kv_bytes
         return self._estimate(num_tokens, num_logits) + self._excess_bytes + kv
 
     def most_tokens(self, num_bytes: int, num_logits: int) -> int:
-        """The largest step that so many bytes have room for; 0 if there is none."""
+        """Return the tokens of the largest step for which these bytes suffice, or 0."""
         sizes = range(1, self.max_tokens + 1)
         return bisect_right(sizes, num_bytes, key=lambda n: self.of(n, num_logits))
 
     def note(self, num_tokens: int, num_logits: int, peak_bytes: int) -> None:
-        """A step has taken so much besides KV memory; other threads may have a part in that."""
+        """Note the bytes of a step without KV memory. Other threads may have taken some of them."""
         excess = peak_bytes - self._estimate(num_tokens, num_logits)
         self._excess_bytes = max(excess, self._excess_bytes * 3 // 4)
 
     def fade(self, seconds: float) -> None:
-        """So long no step was run: half of what was measured is forgotten in five seconds."""
+        """Forget measurements after seconds without a step: half of them in five seconds."""
         self._excess_bytes = int(self._excess_bytes * 0.5 ** (seconds / 5))
 
     def _estimate(self, num_tokens: int, num_logits: int) -> int:
@@ -104,13 +94,13 @@ class StepBytes:
 
 
 def measured_step_bytes(
-    config: EngineConfig, loaded: LoadedModel, provider: MemoryProvider, meter: PeakMeter
+    config: EngineConfig, loaded: LoadedModel, provider: MemoryProvider, meter: CudaPeak
 ) -> int | None:
-    """Bytes besides weights and KV memory; None where no such step can be made up.
+    """Measure a step's bytes without weights and KV memory; None for an encoder-decoder.
 
     Raises: ConfigError, UnsupportedModel; MemoryUnavailable where the device has too little for it.
     """
-    if loaded.spec.source_tokens:  # whose encoder would have to be given something to read
+    if loaded.spec.source_tokens:  # a trial step would need a source
         return None
     spec = stored_spec(config, loaded.spec)
     try:
@@ -134,7 +124,7 @@ def _peak_bytes(
     loaded: LoadedModel,
     spec: ModelSpec,
     provider: MemoryProvider,
-    meter: PeakMeter,
+    meter: CudaPeak,
 ) -> int:
     sizes = _sizes(config, loaded, spec, provider)
     with ExitStack() as undo:
@@ -142,7 +132,7 @@ def _peak_bytes(
         if loaded.ranks is not None:
             team = loaded.ranks.team(spec, "paged", sizes, config)
             undo.callback(team.close)
-        meter.begin()  # before what attends takes memory that it keeps from step to step
+        meter.begin()  # before the attention backend takes memory that it keeps
         model = assemble(loaded, spec, "paged", sizes, provider, config, team)
         undo.callback(model.kv.close)
         plan = _largest_step(config, sizes.max_model_len, loaded.vocab_size)
@@ -152,9 +142,9 @@ def _peak_bytes(
 
 
 def _largest_step(config: EngineConfig, longest: int, vocab_size: int) -> StepPlan:
-    """Prompts of equal lengths, or nearly, none longer than a sequence may be.
+    """Make a plan of prompts of nearly equal lengths, none longer than a sequence may be.
 
-    Guesses are among a step's tokens: they take no room of their own, but each has its logits.
+    Drafts are among a step's tokens, and each has logits.
     """
     num_tokens, speculative = config.max_num_batched_tokens, config.speculative_config
     most_drafts = 0 if speculative is None else speculative.num_speculative_tokens
@@ -175,7 +165,7 @@ def _largest_step(config: EngineConfig, longest: int, vocab_size: int) -> StepPl
 def _sizes(
     config: EngineConfig, loaded: LoadedModel, spec: ModelSpec, provider: MemoryProvider
 ) -> CacheConfig:
-    """Blocks of a pool, whatever the strategy: nothing takes less for many short sequences."""
+    """Return sizes in blocks for any strategy: blocks take the least for many short sequences."""
     count = min(config.max_num_seqs, config.max_num_batched_tokens)
     num_tokens = config.max_num_batched_tokens + count * config.block_size
     return cache_sizes(
@@ -192,7 +182,7 @@ def _sizes(
 
 
 def _make_room(model: Assembly, plan: StepPlan) -> None:
-    """Raises: MemoryUnavailable."""
+    """Take a plan's room in the cache. Raises: MemoryUnavailable."""
     accounting = model.kv.accounting
     for chunk in plan.chunks:
         accounting.add(chunk.sequence.seq_id)

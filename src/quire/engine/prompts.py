@@ -1,7 +1,4 @@
-"""From what a caller gives to requests: text or token ids, one prompt or several.
-
-Everything about a prompt is checked here, but for its length, which the scheduler knows.
-"""
+"""Prompts of a caller: text or token ids, one or several, checked apart from their length."""
 
 import operator
 from collections.abc import Iterable, Mapping
@@ -11,15 +8,12 @@ from quire.errors import RequestError
 from quire.sampling_params import SamplingParams
 from quire.units import format_count
 
-# -- prompts ---------------------------------------------------------------------------------------
-
-
-# Of an encoder-decoder also a mapping: see ``source_prompts``.
+# A mapping is a prompt of an encoder-decoder: see ``source_prompts``.
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 
 
 def split(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
-    """Several prompts, though it may be one. Raises: RequestError for what is neither."""
+    """Return one prompt or several as a list. Raises: RequestError for anything else."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, list | tuple) and prompts and _token_id(prompts[0]) is not None:
@@ -30,7 +24,7 @@ def split(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
 
 
 def encode(prompt: object, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    """A prompt's token ids. Raises: RequestError."""
+    """Return a prompt's token ids. Raises: RequestError."""
     if isinstance(prompt, str):
         given = _tokenize(prompt, tokenizer)
     elif isinstance(prompt, list | tuple):
@@ -61,7 +55,7 @@ def _tokenize(text: str, tokenizer: Any) -> list[int]:
 
 
 def _token_id(item: Any) -> int | None:
-    """A whole number of any library as Python's own; None for anything else."""
+    """Return a whole number of any library as Python's own; None for anything else."""
     if isinstance(item, bool):
         return None
     try:
@@ -80,7 +74,7 @@ def _wrong_kind(prompt: object) -> RequestError:
 def params_for_each(
     params: SamplingParams | Iterable[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
-    """What was given for all prompts, or for each. Raises: RequestError."""
+    """Return the params of each prompt, given one for all or one each. Raises: RequestError."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
     several = list(params) if isinstance(params, Iterable) else [params]
@@ -94,16 +88,12 @@ def params_for_each(
     return several
 
 
-# -- vocabulary ------------------------------------------------------------------------------------
-
-# What a request's parameters name, in tokens: words that it bars, ids that it favours.
-
-
 def bad_word_ids(
     words: tuple[str, ...], tokenizer: Any, vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Each word as the tokenizer writes it at the beginning of a text and, as vLLM does, after a
-    space, where that makes another first token and no more of them.
+    """Return the token ids of each word, at the beginning of a text and, as in vLLM, after a space.
+
+    The second form counts where it has another first token and as many tokens.
 
     Raises: RequestError for a word without tokens.
     """
@@ -122,7 +112,7 @@ def bad_word_ids(
 
 
 def refuse_unknown_ids(token_ids: Iterable[int], vocab_size: int, name: str) -> None:
-    """Raises: RequestError for a token id that the model does not have."""
+    """Refuse token ids that the model does not have. Raises: RequestError."""
     for token_id in token_ids:
         if token_id >= vocab_size:
             raise RequestError(

@@ -1,7 +1,6 @@
-"""Requests on their way to an engine that a thread of its own steps, and their pieces coming back.
+"""``RequestTracker``: requests of event loops, and their outputs from the engine's thread.
 
-Event loops hand requests in and read mailboxes. All that touches the engine happens in the stepping
-thread, between two steps.
+Event loops hand requests in and read collectors. The engine's thread alone touches the engine.
 """
 
 import asyncio
@@ -29,15 +28,10 @@ if TYPE_CHECKING:
 
 # -- output collector ------------------------------------------------------------------------------
 
-# Pieces of text on their way from the thread that steps to their readers in an event loop.
-#
-# A reader who is behind finds what has come meanwhile as one piece for each continuation, so what
-# waits is bounded, and the thread that steps never does.
-
 
 @final
 class Pending:
-    """Pieces of one continuation that have not been read yet, as one."""
+    """Unread pieces of one continuation, as one piece."""
 
     def __init__(self) -> None:
         self._text = StringIO()
@@ -48,7 +42,7 @@ class Pending:
         self._num_pieces = 0
 
     def add(self, delta: TextDelta) -> None:
-        """Its cost does not depend on what waits already."""
+        """Add a piece, at a cost that does not depend on the unread ones."""
         self._text.write(delta.text)
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs
@@ -57,11 +51,12 @@ class Pending:
         self._num_pieces += 1
 
     def take(self) -> TextDelta:
+        """Return all pieces as one."""
         assert self._last is not None, "nothing is pending"
         if self._num_pieces == 1:
             return self._last
-        return replace(  # how it ends, if it does, the last piece says
-            self._last,
+        return replace(
+            self._last,  # which says how the continuation ends
             text=self._text.getvalue(),
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs),
@@ -71,35 +66,33 @@ class Pending:
 
 @final
 class OutputCollector:
-    """Of one request. Made in the event loop of its reader, of whom there is one."""
+    """The outputs of one request, from the engine's thread to a reader in an event loop.
+
+    A slow reader finds its unread pieces as one for each continuation. So what waits is bounded,
+    and the engine's thread never waits. The collector is made in the reader's event loop.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()  # held for a moment: neither side waits for the other's work
+        self._lock = threading.Lock()  # held for a moment
         self._pending: dict[int, Pending] = {}  # by choice
         self._error: Exception | None = None
         self._rung = asyncio.Event()
 
     def put(self, delta: TextDelta) -> None:
-        """Leave a piece, but not after ``fail``.
-
-        ``ring`` is called apart, for all the mailboxes of a loop at once.
-        """
+        """Put a piece in, unless the request has failed. ``ring`` wakes the reader."""
         with self._lock:
             if self._error is not None:
                 return
             self._pending.setdefault(delta.choice, Pending()).add(delta)
 
     def fail(self, error: Exception) -> None:
-        """Nothing comes any more: the reader gets this after what has come so far."""
+        """Raise an error in the reader, after the pieces so far."""
         with self._lock:
             self._error = error
 
     async def take(self) -> list[TextDelta]:
-        """What has come since the last time, a piece for each choice; waits for it.
-
-        Raises: what ``fail`` was called with.
-        """
+        """Wait for new pieces, and return one for each choice. Raises: the error of ``fail``."""
         while True:
             self._rung.clear()
             with self._lock:
@@ -112,10 +105,10 @@ class OutputCollector:
             await self._rung.wait()
 
     @staticmethod
-    def ring(mailboxes: Iterable["OutputCollector"]) -> None:
-        """Wake the readers. Called in their event loop."""
-        for mailbox in mailboxes:
-            mailbox._rung.set()
+    def ring(collectors: Iterable["OutputCollector"]) -> None:
+        """Wake the readers. The caller is in their event loop."""
+        for collector in collectors:
+            collector._rung.set()
 
 
 # -- request tracker -------------------------------------------------------------------------------
@@ -127,111 +120,111 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request from the moment that it is made until its reader has left."""
+    """A request until its reader has left."""
 
     name: str
-    mailbox: OutputCollector
+    collector: OutputCollector
     arrived_s: float
     sequences: list[Sequence] = field(default_factory=list)
-    over: bool = False  # nothing will come of it that is not in the mailbox
+    over: bool = False  # the collector has the last pieces
 
 
 @final
 class RequestTracker:
-    """Of one LLM, which only the desk closes. ``observe`` gets its usage after each step."""
+    """Tracks the requests of one LLM, and closes it. ``observe`` gets its usage after each step."""
 
     def __init__(self, llm: "LLM", observe: "Observer | None") -> None:
         self._llm, self._observe = llm, observe
-        self._stepper = EngineThread(self._step, self._end)
-        self._lock = threading.Lock()  # of the tickets
-        self._tickets: dict[str, RequestState] = {}
+        self._thread = EngineThread(self._step, self._end)
+        self._lock = threading.Lock()  # of the requests
+        self._requests: dict[str, RequestState] = {}
         self._names = map(str, count(1))
-        # What has come in since the last ``_ring``, by event loop. The stepping thread's own.
+        # The collectors with new pieces, by event loop. Only the engine's thread uses it.
         self._filled: dict[AbstractEventLoop, set[OutputCollector]] = {}
 
     def open(self, name: str | None) -> RequestState:
-        """For a reader in the running event loop.
+        """Track a request for a reader in the running event loop.
 
-        Raises: RequestError if the name is in use, or nothing will run any more.
+        Raises: RequestError if the name is in use; or why the engine has ended.
         """
-        self._stepper.refuse_if_over()
+        self._thread.refuse_if_over()
         with self._lock:
             if name is None:
-                name = next(own for own in self._names if own not in self._tickets)
-            elif name in self._tickets:
+                name = next(own for own in self._names if own not in self._requests)
+            elif name in self._requests:
                 raise RequestError(f"request_id {name!r} is in use: give each request its own")
-            ticket = self._tickets[name] = RequestState(name, OutputCollector(), self._llm.now_s())
-        return ticket
+            state = self._requests[name] = RequestState(name, OutputCollector(), self._llm.now_s())
+        return state
 
-    def start(self, ticket: RequestState, request: Request) -> None:
-        """Let a request join the next step. Raises: RequestError if there is none any more."""
-        self._stepper.post(partial(self._start, ticket, request))
+    def start(self, state: RequestState, request: Request) -> None:
+        """Queue a request for the next step. Raises: RequestError after ``close``."""
+        self._thread.post(partial(self._start, state, request))
 
-    def leave(self, ticket: RequestState) -> None:
-        """The reader has left: what still runs of the request ends before the next step."""
+    def leave(self, state: RequestState) -> None:
+        """Forget a request whose reader has left, and end it before the next step."""
         with self._lock:
-            self._tickets.pop(ticket.name, None)
-        if not ticket.over:
-            with suppress(Exception):  # after the end there is nothing to end
-                self._stepper.post(partial(self._abort, [ticket], "its reader has left"))
+            self._requests.pop(state.name, None)
+        if not state.over:
+            with suppress(Exception):  # the engine may have ended
+                self._thread.post(partial(self._abort, [state], "its reader has left"))
 
     def abort(self, names: Iterable[str] | None) -> "Future[None]":
-        """End these requests, or all, before the next step; their readers are told."""
+        """End these requests, or all, before the next step, and tell their readers."""
         with self._lock:
-            several = list(self._tickets) if names is None else names
-            tickets = [self._tickets[name] for name in several if name in self._tickets]
-        return self._stepper.call(partial(self._abort, tickets, "aborted"), fatal=True)
+            several = list(self._requests) if names is None else names
+            states = [self._requests[name] for name in several if name in self._requests]
+        return self._thread.call(partial(self._abort, states, "aborted"), fatal=True)
 
     def call(self, function: Callable[[], T], *, fatal: bool | None = None) -> "Future[T]":
-        """Call a function of the LLM between two steps; ``fatal``: as ``EngineThread.call``."""
-        return self._stepper.call(function, fatal=fatal)
+        """Call a function of the LLM between two steps. ``fatal`` is that of ``EngineThread``."""
+        return self._thread.call(function, fatal=fatal)
 
     @property
     def failure(self) -> Exception | None:
-        """Why nothing runs any more; None while it does."""
-        return self._stepper.reason if self._stepper.is_over else None
+        """Why no request runs any more; None while requests can run."""
+        return self._thread.reason if self._thread.is_over else None
 
     def inspect(self, function: "Callable[[LLM, list[Sequence]], T]") -> "Future[T]":
-        """What a function of the LLM and its unfinished sequences gives between two steps."""
-        return self._stepper.call(lambda: function(self._llm, self._unfinished()))
+        """Call a function of the LLM and its unfinished sequences between two steps."""
+        return self._thread.call(lambda: function(self._llm, self._unfinished()))
 
     def close(self) -> None:
-        """End what still runs, tell its readers, and close the LLM."""
-        self._stepper.close()
+        """End what still runs, tell the readers, and close the LLM."""
+        self._thread.close()
 
-    # -- in the stepping thread ------------------------------------------------------------------
+    # -- in the engine's thread ------------------------------------------------------------------
 
     def _step(self) -> bool:
         more = self._llm.step()
-        if not more:  # what the last ones held goes back now: there may be no next step for long
+        if not more:  # free what the last ones held: the next step may be far
             self._llm.abandon(())
         self._ring()
         if self._observe is not None:
             self._observe(self._llm.usage())
         return more
 
-    def _start(self, ticket: RequestState, request: Request) -> None:
+    def _start(self, state: RequestState, request: Request) -> None:
         try:
-            ticket.sequences = self._llm.start(
-                request, partial(self._put, ticket), arrived_s=ticket.arrived_s
+            state.sequences = self._llm.start(
+                request, partial(self._put, state), arrived_s=state.arrived_s
             )
         except RequestError as error:
-            self._fail(ticket, error)
+            self._fail(state, error)
             self._ring()
             return
-        if ticket.over:  # it was aborted before it could begin
-            self._abort([ticket], "aborted")
+        if state.over:  # aborted before it began
+            self._abort([state], "aborted")
 
-    def _abort(self, tickets: list[RequestState], detail: str) -> None:
+    def _abort(self, states: list[RequestState], detail: str) -> None:
         running = [
-            (ticket, sequence)
-            for ticket in tickets
-            for sequence in ticket.sequences
+            (state, sequence)
+            for state in states
+            for sequence in state.sequences
             if sequence.finish_reason is None
         ]
         self._llm.abandon([sequence for _, sequence in running])
-        for ticket, sequence in running:
-            if sequence.request.beam is not None:  # the search has told it
+        for state, sequence in running:
+            if sequence.request.beam is not None:  # the search has told its reader
                 continue
             delta = TextDelta(
                 index=0,
@@ -243,62 +236,62 @@ class RequestTracker:
                 num_cached_tokens=sequence.num_cached_tokens,
                 latencies=Latencies.of(sequence),
             )
-            with suppress(Exception):  # its reader is told
-                self._put(ticket, delta)
-        for ticket in tickets:
-            ticket.over = True
+            with suppress(Exception):  # ``_put`` tells the reader
+                self._put(state, delta)
+        for state in states:
+            state.over = True
         self._ring()
 
     def _unfinished(self) -> list[Sequence]:
-        """In the order in which they came."""
+        """Return the unfinished sequences in the order of arrival."""
         with self._lock:
-            tickets = list(self._tickets.values())
-        several = (s for ticket in tickets for s in ticket.sequences if s.finish_reason is None)
+            states = list(self._requests.values())
+        several = (s for state in states for s in state.sequences if s.finish_reason is None)
         return sorted(several, key=lambda sequence: sequence.seq_id)
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
-            tickets = list(self._tickets.values())
+            states = list(self._requests.values())
         if error is None:
-            self._abort(tickets, "the LLM was closed")
+            self._abort(states, "the LLM was closed")
             self._llm.close()
         else:
             log.error("the engine has failed, and every request with it", exc_info=error)
-            for ticket in tickets:
-                self._fail(ticket, self._stepper.reason)
+            for state in states:
+                self._fail(state, self._thread.reason)
             self._ring()
-            self._llm.fail(str(self._stepper.reason))
+            self._llm.fail(str(self._thread.reason))
 
-    def _put(self, ticket: RequestState, delta: TextDelta) -> None:
-        """Raises: what kept the piece from its reader, who is told of it and leaves."""
-        if self._llm.has_failed:  # all readers get the error that the step is about to raise
+    def _put(self, state: RequestState, delta: TextDelta) -> None:
+        """Put a piece in. Raises: an error of the collector, which its reader gets too."""
+        if self._llm.has_failed:  # all readers get the error that the step raises next
             return
         try:
-            ticket.mailbox.put(delta)
+            state.collector.put(delta)
         except Exception as error:
-            ticket.mailbox.fail(error)
+            state.collector.fail(error)
             raise
         finally:
-            self._fill(ticket)
+            self._fill(state)
 
-    def _fill(self, ticket: RequestState) -> None:
-        self._filled.setdefault(ticket.mailbox.loop, set()).add(ticket.mailbox)
+    def _fill(self, state: RequestState) -> None:
+        self._filled.setdefault(state.collector.loop, set()).add(state.collector)
 
-    def _fail(self, ticket: RequestState, error: Exception) -> None:
-        ticket.over = True
-        ticket.mailbox.fail(error)
-        self._fill(ticket)
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        state.over = True
+        state.collector.fail(error)
+        self._fill(state)
 
     def _ring(self) -> None:
-        """Wake the readers of what has come in."""
+        """Wake the readers of new pieces."""
         filled, self._filled = self._filled, {}
-        for loop, mailboxes in filled.items():
+        for loop, collectors in filled.items():
             try:
-                loop.call_soon_threadsafe(OutputCollector.ring, mailboxes)
-            except RuntimeError:  # the loop is closed, and its readers are gone
-                for ticket in self._tickets_of(loop):
-                    self.leave(ticket)
+                loop.call_soon_threadsafe(OutputCollector.ring, collectors)
+            except RuntimeError:  # the loop is closed
+                for state in self._requests_of(loop):
+                    self.leave(state)
 
-    def _tickets_of(self, loop: AbstractEventLoop) -> list[RequestState]:
+    def _requests_of(self, loop: AbstractEventLoop) -> list[RequestState]:
         with self._lock:
-            return [each for each in self._tickets.values() if each.mailbox.loop is loop]
+            return [each for each in self._requests.values() if each.collector.loop is loop]

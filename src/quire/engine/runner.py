@@ -1,11 +1,10 @@
-"""From a plan to logits: a step of a Hugging Face model, in the first way that is right for it."""
+"""``ModelRunner`` computes a plan's logits with a Hugging Face model, in a way that is tried."""
 
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from functools import partial
 from itertools import pairwise
-from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from quire.attention import (
 from quire.devices import give_back_unused, on_device
 from quire.engine.interfaces import ModelChanged
 from quire.engine.kv_cache import KVCache
+from quire.engine.parallel.leader import LeaderGroup
 from quire.engine.step_plan import StepPlan
 from quire.errors import UnsupportedModel, one_line
 from quire.kv import Fits
@@ -40,30 +40,14 @@ from quire.models.step_inputs import HostInputs, Inputs
 from quire.models.weight_placement import is_offloaded
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _TRIAL_ID = -1  # requests count from 1
-# What a model raises when it finds something else than it expects in its cache or its arguments.
+# Errors of a model that does not find what it expects in its cache or its arguments.
 _MODEL_ERRORS = (KeyError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
-class Ranks(Protocol):
-    """Other processes that have the rest of the model, and do what this one does at the same time.
-
-    Each is told what is to be done, and ``own`` is this one's part.
-    """
-
-    def go(self, way: str, own: Callable[[], None]) -> None: ...
-
-    def expect(self, max_tokens: int, own: Callable[[], None]) -> None: ...
-
-    def compute(
-        self, batches: list[AttentionBatch], given: HostInputs, own: Callable[[], T]
-    ) -> T: ...
-
-
 class ModelRunner:
-    """Runs a model over packed chunks, its keys and values kept by any strategy."""
+    """Runs a model over packed chunks, with keys and values in a cache of any strategy."""
 
     def __init__(
         self,
@@ -71,7 +55,7 @@ class ModelRunner:
         kv: KVCache,
         backend: AttentionBackend,
         stand_ins: FusedModules | None = None,  # of the model
-        ranks: Ranks | None = None,  # that have other parts of it
+        ranks: LeaderGroup | None = None,  # that have other parts of it
         watch: ModelFingerprint | None = None,  # the stand-ins' own, if there are any
         *,
         records: bool = True,  # passes over few tokens, where there are stand-ins
@@ -80,7 +64,10 @@ class ModelRunner:
         self._loaded, self._stand_ins, self._records = loaded, stand_ins, records
         self._watch = watch or (stand_ins.watch if stand_ins else ModelFingerprint(loaded.model))
         self._model: Way | None = None
-        self.way = ""  # in which the model runs: one of ``WAYS``, as soon as there is one
+        self.way = ""  # in which the model runs: one of ``WAYS``, once one is chosen
+        # Makes pages for the next step ready while a device computes this one: a driver takes long
+        # to create a page, which disturbs no kernel and changes no address.
+        self.prepare_pages: Callable[[], None] | None = None
         self._lenders = {
             number: layer.shares_with
             for number, layer in enumerate(loaded.spec.layers)
@@ -109,7 +96,7 @@ class ModelRunner:
             if isinstance(chunk.sequence.request.source, Source)
         ]
         token_ids: list[int] = []
-        wanted: list[int] = []  # the packed tokens whose logits are
+        wanted: list[int] = []  # the packed tokens whose logits are wanted …
         pooled: list[int] = []  # … and those whose hidden states are
         for chunk in plan.chunks:
             chunks.append((chunk.sequence.seq_id, chunk.start, chunk.stop))
@@ -124,23 +111,23 @@ class ModelRunner:
             for chunk, row in zip((c for c in plan.chunks if c.pools), rows, strict=True):
                 assert chunk.sequence.request.pooling is not None
                 chunk.sequence.embedding = chunk.sequence.request.pooling.pooled(row)
+        if self.prepare_pages is not None:
+            self.prepare_pages()
         return logits
 
     def close(self) -> None:
-        """Let go of the model, of what was made from it, and of what only steps need.
-
-        Nothing is run any more.
-        """
+        """Drop the model, what was made from it, and what only steps need."""
         for part in (self._captured, self._model):
             if part is not None:
                 part.close()
         self._captured = self._model = self._stand_ins = self._recurrent = self._ranks = None
-        # Weights, and what a backend keeps on a device from step to step.
+        self.prepare_pages = None
+        # They hold weights, and what a backend keeps on a device from step to step.
         del self._loaded, self._watch, self._backend
         give_back_unused(self.device)
 
     def go(self, way: str) -> None:
-        """Run the model in that way from now on. Raises: UnsupportedModel where it has none."""
+        """Run the model in this way. Raises: UnsupportedModel where it cannot."""
         if self._model is not None:
             self._model.close()
         made = make_way(way, self._loaded, self._stand_ins, self._watch, records=self._records)
@@ -149,20 +136,20 @@ class ModelRunner:
     def try_out(self, *, max_tokens: int, small: "ModelRunner | None" = None) -> None:
         """Take the first of ``WAYS`` in which a trial, chunk by chunk, gives what the model gives.
 
-        ``small`` runs a small copy of the model, which is tried in the same way: rounding and long
-        windows hide in the model what they do not hide there.
+        ``small`` runs a small copy of the model, which is tried too: rounding and long windows may
+        hide an error in the model that the copy shows.
 
-        Raises: UnsupportedModel if there is none, with what was wrong with each; AttentionFailed
-        where a GPU's kernels are not right, with which no way is.
+        Raises: UnsupportedModel if no way is right, with the reason of each; AttentionFailed where
+        a GPU's kernels are wrong.
         """
         name, trial = self._name, self.make_trial(max_tokens)
         if self._recurrent is not None:
             self._settle_states(trial)
-        wrong: dict[str, list[str]] = {}  # reasons, and the ways that they speak against
+        wrong: dict[str, list[str]] = {}  # the ways that fail, by reason
         for way in WAYS:
             try:
                 go = partial(self.go, way)
-                go() if self._ranks is None else self._ranks.go(way, go)
+                go() if self._ranks is None else self._ranks.required("go", way, own=go)
                 self._try(trial, max_tokens)
                 if small is not None:
                     small.try_as_small_copy(way, max_tokens)
@@ -177,12 +164,9 @@ class ModelRunner:
         raise UnsupportedModel(f"{name} runs in none of the ways: {_reasons(wrong)}")
 
     def try_as_small_copy(self, way: str, max_tokens: int) -> None:
-        """Try a way with a small copy of a model.
-
-        Raises: UnsupportedModel if it gives something else than the copy does by itself.
-        """
+        """Try a way with a small copy of a model. Raises: UnsupportedModel if it is wrong."""
         trial = self.make_trial(max_tokens, exact=True)
-        # With large random weights a scan may differ from its chunks; the model's is tried apart.
+        # With large random weights a scan may differ from its chunks: the model's is tried.
         if self._recurrent is not None and not self._settled(trial) <= limit_for(torch.float32):
             return
         try:
@@ -192,7 +176,7 @@ class ModelRunner:
             raise UnsupportedModel(f"in a small copy {error}") from error
 
     def make_trial(self, max_tokens: int, *, exact: bool = False) -> Trial:
-        """What the model is tried with where a sequence can have so many tokens."""
+        """Make a trial for a model whose sequences can have ``max_tokens``."""
         groups = attention_groups(self._kv.accounting.groups)
         specs = [attention_spec(group) for group in groups]
         kept_as = getattr(torch, specs[0].dtype) if specs else self._loaded.model.dtype
@@ -205,7 +189,7 @@ class ModelRunner:
         given: HostInputs,
         complete: Callable[[PackedStep], None] | None = None,  # adds what only some models need
     ) -> tuple[Tensor, list[int]]:
-        """One forward pass, on any rank's decision: logits, and the layers that did not report."""
+        """Run one forward pass. Return logits [rows, vocabulary], and the silent layers."""
         with on_device(self.device):
             inputs = given.on(self.device, batches)
             step = self._step(self._backend, batches, inputs)
@@ -216,9 +200,9 @@ class ModelRunner:
     def capture(
         self, *, max_model_len: int, max_num_seqs: int, backend: AttentionBackend | None = None
     ) -> None:
-        """On a GPU, capture decode steps as graphs, if they can be; the log says why not.
+        """Capture decode steps as graphs on a GPU, or log why they cannot be.
 
-        ``backend``: what attends in them, if not the one that attends in other steps.
+        ``backend`` attends in them, if it is not the one of other steps.
         """
         if self.device.type != "cuda":
             return
@@ -257,7 +241,7 @@ class ModelRunner:
             give_back_unused(self.device)
 
     def _why_not_right(self, backend: AttentionBackend, max_tokens: int) -> str | None:
-        """The trial once more, with another backend."""
+        """Run the trial with another backend. Return what is wrong, or None."""
         own, self._backend = self._backend, backend
         try:
             self._try(self.make_trial(max_tokens), max_tokens)
@@ -283,33 +267,30 @@ class ModelRunner:
         return None
 
     def _try(self, trial: Trial, max_tokens: int) -> None:
-        """Raises: UnsupportedModel if the way that has been taken is not right for the model."""
+        """Try the way that was taken. Raises: UnsupportedModel if it is wrong for the model."""
         rows: list[Tensor] = []
         stops = self._begin_trial(trial)
         own = self._backend
-        if self._ranks is None:  # which would wait for a part that is not to come
+        if self._ranks is None:  # other ranks would wait for this one after an error
             self._backend = tried(own, self.device)
         try:
             for start, stop in pairwise([0, *stops]):
                 if not isinstance(self._kv.accounting.try_extend(_TRIAL_ID, stop), Fits):
-                    break  # what there is room for is judged
+                    break
                 self._kv.carry_out()
                 self._kv.require()
-                # A graph's are overwritten by the next step.
+                # The next step overwrites a graph's logits.
                 rows.append(self._trial_chunk(trial, start, stop).clone())
         finally:
             self._backend = own
             self._kv.accounting.free(_TRIAL_ID)
             self._kv.carry_out()
         if self._ranks is not None and not trial.has_expectation:
-            self._ranks.expect(max_tokens, trial.expect)  # each computes its part of it
+            self._ranks.required("expect", max_tokens, own=trial.expect)
         trial.judge(torch.cat(rows), stops[0])
 
     def _begin_trial(self, trial: Trial) -> list[int]:
-        """Where its chunks end. There is room for the first one; of a small cache, for a shorter.
-
-        A few tokens fit, so there is a use for it, and each request is told of its own room.
-        """
+        """Return where the trial's chunks end. A small cache has room for a shorter trial."""
         num_tokens = len(trial.token_ids)
         while True:
             stops = self._trial_stops(trial, num_tokens)
@@ -321,9 +302,9 @@ class ModelRunner:
             assert num_tokens, "refuse_too_little comes first"
 
     def _settle_states(self, trial: Trial) -> None:
-        """How recurrent layers go on from chunk to chunk, which the rounding of logits would hide.
+        """Find how recurrent layers go on from chunk to chunk. Rounded logits would not show it.
 
-        Raises: UnsupportedModel if there is no way.
+        Raises: UnsupportedModel if they cannot.
         """
         assert self._recurrent is not None
         name, limit = self._name, limit_for(torch.float32)
@@ -344,14 +325,17 @@ class ModelRunner:
             )
 
     def _settled(self, trial: Trial) -> float:
-        """How far the states of chunks are from those of the whole, in the way that is closest."""
+        """Return how far the states of chunks are from those of the whole, at the closest."""
         assert self._recurrent is not None
         stops = self._trial_stops(trial, len(trial.token_ids))
         return self._recurrent.settle(trial.token_ids, stops, limit_for(torch.float32))
 
     @property
     def _has_kernels(self) -> bool:
-        """Of a GPU, which work otherwise on long sequences. Scans add up what they are apart."""
+        """Whether a GPU's kernels attend, which take another path for long sequences.
+
+        Recurrent layers are excepted: their scans accumulate differences.
+        """
         if self.device.type != "cuda" or self._recurrent is not None:
             return False
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
@@ -361,14 +345,14 @@ class ModelRunner:
         return f"{self._loaded.name} ({self._loaded.spec.model_type})"
 
     def _trial_stops(self, trial: Trial, num_tokens: int) -> list[int]:
-        """Two chunks; with states, graphs or a GPU's kernels, some tokens of the second singly."""
+        """Return the ends of two chunks; with states, graphs or kernels, of some single tokens."""
         middle = trial.first_stop(num_tokens)
         if self._recurrent is None and self._captured is None and not self._has_kernels:
             return [middle, num_tokens]
         return [middle, *range(max(middle + 1, num_tokens - 2), num_tokens + 1)]
 
     def _trial_chunk(self, trial: Trial, start: int, stop: int) -> Tensor:
-        """Logits at each of the tokens [start, stop)."""
+        """Return logits [stop - start, vocabulary] of the trial's tokens [start, stop)."""
         chunks, ids = [(_TRIAL_ID, start, stop)], trial.token_ids[start:stop]
         sources = [] if trial.source is None else [trial.source]
         self._watch.look()
@@ -390,9 +374,9 @@ class ModelRunner:
         token_ids: list[int],
         logits_at: list[int],
         sources: Several[Source] = (),  # of the chunks, or none at all
-        hidden: list[Tensor] | None = None,  # is to get the last hidden states [1, T, hidden]
+        hidden: list[Tensor] | None = None,  # receives the last hidden states [1, T, hidden]
     ) -> tuple[Tensor, list[int]]:
-        """Logits at some of the packed tokens, and the layers that did not report."""
+        """Return logits [rows, vocabulary] at some packed tokens, and the silent layers."""
         accounting, storage = self._kv.accounting, self._kv.storage
         groups = range(len(attention_groups(accounting.groups)))
         batches = [make_batch(accounting, group, chunks) for group in groups]
@@ -423,7 +407,7 @@ class ModelRunner:
     def _run_decode(
         self, backend: AttentionBackend, batches: Several[AttentionBatch], inputs: Inputs
     ) -> Tensor:
-        """A step that is captured."""
+        """Run a decode step that is captured."""
         return self._run(self._step(backend, batches, inputs), inputs)
 
     def _step(

@@ -1,41 +1,37 @@
-"""Which tokens of which sequences the next step computes, and which must wait or make room.
+"""The scheduler: which tokens of which sequences the next step computes, and which sequences wait.
 
-There is no prefill phase and no decode phase: a sequence has tokens and computed tokens, and each
-step hands out tokens so that computed catches up. A sequence that has caught up gets its next token
-sampled. Room is taken while planning, so a plan can always be carried out.
+There is no prefill phase and no decode phase. A sequence has tokens and computed tokens, and each
+step hands out tokens so that the computed ones catch up; then the sequence's next token is sampled.
+The scheduler takes room while it plans, so that a plan can always be carried out.
 
-Which goes first is a ``policy``; which may come beside others, ``admission``; how room is asked
-for, ``room``; which makes room for which and how it comes back, ``preemption``.
+``plan`` admits the sequences that wait (``_admit``), extends those that run (``_serve``) and
+preempts the last of them where room is short (``_preempt``); ``update`` takes in what the step
+computed. The order of sequences is ``scheduling.policy``'s, and how much room a newcomer must leave
+free is ``scheduling.admission``'s.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from quire.engine.scheduling.admission import (
-    Admission,
-    AllocationFailure,
-    InBatchPrefixes,
-    SlotAllocator,
-)
+import numpy as np
+
+from quire.engine.scheduling.admission import Admission, InBatchPrefixes
 from quire.engine.scheduling.headroom import RunningSet
-from quire.engine.scheduling.plan_builder import NO_DRAFTS, Drafts, PlanBuilder
+from quire.engine.scheduling.plan_builder import NO_DRAFTS, Drafts, FaultIsolation, PlanBuilder
 from quire.engine.scheduling.policy import POLICIES, SchedulerLimits
-from quire.engine.scheduling.preemption import Preemption, SchedulerStats, SwapSpace
 from quire.engine.scheduling.queues import Queues, WaitingReason
+from quire.engine.scheduling.slot_allocator import AllocationFailure, SlotAllocator
 from quire.engine.scheduling.step_costs import Costs
-from quire.engine.scheduling.update import (
-    FaultIsolation,
-    append,
-    is_embedding,
-    kept_drafts,
-    mark_computed,
-    pooled,
-)
+from quire.engine.scheduling.swap_space import SwapSpace, num_bytes, readable_tokens, slots_of
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.statistics import Statistics
-from quire.engine.step_plan import Chunk, Sampled, StepPlan, TokenOutput
+from quire.engine.step_plan import Chunk, Sampled, Save, StepPlan, TokenOutput
 from quire.kv import Accounting, Fits
+from quire.units import format_bytes
+
+log = logging.getLogger(__name__)
 
 __all__ = ["NO_DRAFTS", "Drafts", "Scheduler", "SchedulerLimits"]
 
@@ -45,19 +41,20 @@ _ASKED_AGAIN = 16  # plans after a refusal
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Why one that waits could not come.
+    """Why the first waiting sequence was refused.
 
-    That stays so for some plans while others only grow. Then it is asked anew: the closer their
-    ends come, the less a newcomer grows beside them.
+    A refusal stands for some plans while the running sequences only grow. Then the scheduler asks
+    again: the closer their ends come, the less a newcomer grows beside them.
     """
 
     newcomer: Sequence
     reason: WaitingReason
-    num_plans: int  # that there had been
-    num_left: int  # that had ended or made room by then
+    num_plans: int  # at the refusal
+    num_left: int  # sequences that had ended or been preempted by then
     free_bytes: int
 
     def stands(self, newcomer: Sequence, num_plans: int, num_left: int, free_bytes: int) -> bool:
+        """Return whether asking again would give the same answer."""
         return (
             newcomer is self.newcomer
             and num_plans - self.num_plans < _ASKED_AGAIN
@@ -67,7 +64,7 @@ class _Refusal:
 
 
 class Scheduler:
-    """Serves sequences in the order of its policy; the last of them make room and go on later."""
+    """Serves sequences in the order of its policy; the last of them are preempted for the first."""
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class Scheduler:
         statistics: Statistics | None = None,
     ) -> None:
         self.limits = limits
-        self.token_budget = limits.max_num_batched_tokens  # of a step, for now: at least 1
+        self.token_budget = limits.max_num_batched_tokens  # of a step at present: at least 1
         self.statistics = statistics or Statistics(limits.max_model_len)
         self.swap = swap or SwapSpace()
         self.costs = costs or Costs()
@@ -89,15 +86,15 @@ class Scheduler:
         self._admission = Admission(limits, policy, self._queues, self.costs)
         self._room = SlotAllocator(accounting, self.swap, limits, self.statistics)
         self.suspects = FaultIsolation()
-        self._preemption = Preemption(policy, self.swap, self.costs, self.statistics)
         self._in_batch = InBatchPrefixes(self._room)
-        self._num_sequences = 0  # that have ever come
-        self._ended: list[Sequence] = []  # since the last update, to be reported by the next one
-        self._outputs: list[TokenOutput] = []  # of an update that has not come to its end
-        self._made_room: set[int] = set()  # in this plan
-        self._lacking_bytes = 0  # to the first that waits, in this plan; kept ones not counted
+        self._num_sequences = 0  # added since the start
+        self._ended: list[Sequence] = []  # since the last update; the next one reports them
+        self._outputs: list[TokenOutput] = []  # of an update that raised an error half-way
+        self._saves: list[Save] = []  # of sequences that this plan preempts
+        self._preempted: set[int] = set()  # in this plan
+        self._lacking_bytes = 0  # to the first waiting sequence, without the headroom
         self._num_plans = 0
-        self._refusal: _Refusal | None = None  # of the first that waits, while it stands
+        self._refusal: _Refusal | None = None  # of the first waiting sequence, while it stands
 
     @property
     def num_running(self) -> int:
@@ -109,7 +106,7 @@ class Scheduler:
 
     @property
     def waiting_by_reason(self) -> dict[str, int]:
-        """How many wait for what, as of the last plan. Any thread may ask."""
+        """How many sequences wait for what, since the last plan. Any thread may ask."""
         return self._queues.by_reason()
 
     @property
@@ -117,32 +114,28 @@ class Scheduler:
         return self.statistics.num_preemptions
 
     @property
-    def stats(self) -> SchedulerStats:
-        return self._preemption.stats
-
-    @property
     def has_unfinished(self) -> bool:
         return bool(self.num_running or self.num_waiting or self._ended or self._outputs)
 
     @property
     def decoding(self) -> list[Sequence]:
-        """The running sequences of which only the last token is to be computed, each by itself."""
+        """The running sequences of which the next step computes the last token alone."""
         return self._queues.decoding
 
     @property
     def held_back(self) -> Mapping[int, Sequence]:
-        """By id of each that the last plan held back: the one that computes what it begins with."""
+        """By id of each sequence that the last plan held back: the one that computes its prefix."""
         return self._in_batch.waits_for
 
     @property
     def most_logits(self) -> int:
-        """Tokens of a step whose logits may be wanted, guesses apart: of one that has so many."""
+        """The most tokens of one step whose logits are wanted, drafts apart."""
         if any(sequence.lacks_prompt_logprobs for sequence in self._queues.on_their_own):
             return self.limits.max_num_batched_tokens
         return min(self.limits.max_num_seqs, self.num_running + self.num_waiting)
 
     def check_request(self, request: Request) -> None:
-        """Raises: RequestTooLong for a prompt that can never run."""
+        """Check that a prompt can run. Raises: RequestTooLong if it never can."""
         self.limits.check_request(request, self._accounting)
 
     def add(self, request: Request, *, arrived_s: float = 0.0) -> list[Sequence]:
@@ -158,10 +151,10 @@ class Scheduler:
         return [leader, *siblings]
 
     def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan:
-        """The next step. Its room is already taken; it may be empty if sequences only ended.
+        """Plan the next step and take its room; the plan is empty if sequences only ended.
 
-        ``drafts``: guesses at what comes next, by sequence id. They are left out where there is no
-        room for them.
+        ``drafts`` are guesses at the next tokens, by sequence id. The plan leaves out those for
+        which there is no room.
         """
         self.suspects.acquit()
         while True:
@@ -175,25 +168,30 @@ class Scheduler:
             self._begin_plan()
             self._queues.first_waits_for = self._let_come(step)
             self._serve(step)
-            if step.takes_in_text:  # what waits may find more of it next time
+            if step.takes_in_text:  # a waiting sequence may find more of its prompt next time
                 self._refusal = None
             if step.chunks or not self._give_way():
-                return StepPlan.of(step.chunks, saves=self._preemption.drain())
+                return StepPlan.of(step.chunks, saves=self._drain_saves())
 
     def update(self, plan: StepPlan, sampled: Several[Sampled]) -> list[TokenOutput]:
-        """Append the sampled tokens (of each of ``plan.draws``), free what has ended."""
+        """Append the sampled tokens (of each of ``plan.draws``) and free what has ended."""
         draws = list(zip(plan.draws, sampled, strict=True))
-        num_kept = kept_drafts(draws)
+        num_kept = {  # drafts that hold, by the id of each sequence that had some and goes on
+            draw.sequence.seq_id: len(result.token_ids) - 1
+            for draw, result in draws
+            if draw.drafts and not result.error
+        }
         self.statistics.note_step(plan, num_kept)
         for draw, result in draws:
             if result.error:
                 draw.sequence.fault = result.fault
                 self.fail(draw.sequence, result.error)
         for chunk in plan.chunks:
-            if chunk.pools and not is_embedding(chunk.sequence.embedding):
+            found = chunk.sequence.embedding
+            if chunk.pools and (found is None or not np.isfinite(found).all()):
                 chunk.sequence.fault = "model"
                 self.fail(chunk.sequence, "the model's hidden state is not all finite numbers")
-        mark_computed(self._room, self._preemption, plan.chunks, num_kept)
+        self._mark_computed(plan.chunks, num_kept)
         for leader in [draw.sequence for draw, _ in draws if draw.sequence.siblings]:
             self._part(leader)
         self._outputs += [
@@ -201,10 +199,14 @@ class Scheduler:
             for ended in self._ended
         ]
         self._ended.clear()
-        self._outputs += pooled(plan.chunks)
+        self._outputs += [
+            TokenOutput(sequence=chunk.sequence, token_id=None, finish_reason="stop")
+            for chunk in plan.chunks
+            if chunk.pools and chunk.sequence.finish_reason is None
+        ]
         for draw, result in draws:
             if draw.sequence.finish_reason is None:
-                self._outputs += append(draw.sequence, result, self.limits)
+                self._outputs += self._append(draw.sequence, result)
         self.statistics.note_tokens(self._outputs)
         for output in self._outputs:
             if output.finish_reason is not None:
@@ -212,16 +214,18 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def note_steps(self, count: int) -> None:
+        """Note steps that were taken without a plan: each gave every sequence one token."""
+        self._num_plans += count
+        self._queues.company.note_step(count)
+
     def choose(self, sequence: Sequence, token_id: int) -> None:
-        """Go on with a token that was chosen outside."""
+        """Append a token that a search chose, and let the sequence go on."""
         sequence.token_ids.append(token_id)
         self._queues.chosen(sequence)
 
     def replace(self, sequence: Sequence, parent: Sequence) -> None:
-        """Drop a continuation and go on from where another one is, sharing what that one holds.
-
-        Between two steps. Both await a choice then.
-        """
+        """Drop a beam and fork ``parent`` in its place, between two steps. Both await a choice."""
         self._queues.leave(sequence)
         self._accounting.free(sequence.seq_id)
         self.swap.release(sequence)
@@ -230,7 +234,7 @@ class Scheduler:
         self._branch(parent, sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
-        """End a sequence, wherever it is, and free what it holds. A second call does nothing."""
+        """End a sequence and free what it holds. A second call does nothing."""
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason, sequence.finish_detail = reason, detail
@@ -246,53 +250,53 @@ class Scheduler:
         self._accounting.free(sequence.seq_id, forget=sequence.fault == "model")
 
     def fail(self, sequence: Sequence, detail: str, reason: FinishReason = "error") -> None:
-        """End a sequence that cannot be computed; the next update reports it."""
+        """End a sequence that cannot be computed. The next update reports it."""
         if sequence.finish_reason is None:
             self._ended.append(sequence)
             self.finish(sequence, reason, detail)
 
     def finish_all(self, reason: FinishReason, detail: str = "") -> None:
-        """End every sequence; there is nothing left to report."""
+        """End every sequence, and report none of them."""
         while sequences := self._queues.on_their_own:  # a leader that ends leaves an heir
             for sequence in sequences:
                 self.finish(sequence, reason, detail)
         self._ended.clear()
 
     def preempt_youngest(self, *, spare_oldest: bool) -> bool:
-        """Take a running sequence's room away between two steps; False if there is none to take.
+        """Take the last running sequence's room between two steps. Return False if none is left.
 
-        With ``spare_oldest`` one sequence goes on, so that one always does. Nothing is saved of it:
-        that would take memory, where it is memory that is lacking.
+        With ``spare_oldest`` the only running sequence is not preempted. No entries are saved:
+        saving takes memory, which is what is short.
         """
         running = self._queues.running
         if len(running) <= spare_oldest:
             return False
-        # The last one begins anew in one piece, or ends if it is too long for that now.
+        # A sequence that was alone comes back in one piece, or ends if it is too long for that.
         running[-1].needs_room_at_once = len(running) == 1
         self._preempt(running[-1], "the machine", may_swap=False)
         return True
 
     def lose(self, sequence: Sequence) -> None:
-        """What was saved of a sequence cannot be read: it has nothing computed, and goes back."""
+        """Drop a sequence's saved entries, which cannot be read, and let it compute them again."""
         self.swap.release(sequence)
         if self._queues.is_running(sequence):
             self._send_back(sequence)
 
     def drop_saved(self) -> None:
-        """What is swapped out is of no use any more."""
+        """Drop all saved entries."""
         for sequence in self._queues.on_their_own:
             self.swap.release(sequence)
 
     def restart(self, accounting: Accounting) -> None:
-        """Every sequence begins anew, in an empty cache; what is swapped out stays there."""
+        """Let every sequence begin anew in an empty cache. Saved entries stay in swap."""
         self._room.accounting = accounting
-        for save in self._preemption.drain():
+        for save in self._drain_saves():
             self.swap.release(save.sequence)
         for sequence in self._queues.all_wait(accounting):
-            self._announce(sequence)
+            self._register(sequence)
 
     def check(self) -> None:
-        """Raises: AssertionError if the queues and the cache disagree."""
+        """Check that the queues agree with the cache. Raises: AssertionError."""
         self._accounting.check()
         self._queues.check(self._accounting)
         self.swap.check(self._queues.on_their_own)
@@ -305,13 +309,13 @@ class Scheduler:
     # -- queues ----------------------------------------------------------------------------------
 
     def _lead(self, leader: Sequence, siblings: list[Sequence]) -> None:
-        """Queue a sequence whose prompt others wait for."""
-        self._announce(leader)
+        """Queue a sequence whose prompt ``siblings`` wait for."""
+        self._register(leader)
         self._queues.follow(leader, siblings)
         self._queues.wait(leader)
 
     def _part(self, leader: Sequence) -> None:
-        """The prompt is computed: its siblings share it from now on, and go their own ways."""
+        """Let siblings share the prompt that their leader has computed, and go on by themselves."""
         for sibling in self._queues.part(leader):
             sibling.num_cached_tokens = leader.num_cached_tokens
             sibling.prompt_logprobs = leader.prompt_logprobs
@@ -319,21 +323,18 @@ class Scheduler:
             self._branch(leader, sibling)
 
     def _branch(self, parent: Sequence, sequence: Sequence) -> None:
-        """Share what ``parent`` holds with a sequence of the same tokens; else it computes them."""
+        """Fork ``parent`` into a sequence of the same tokens, or let the sequence compute them."""
         has_seat = self._queues.is_running(parent) and self.num_running < self.limits.max_num_seqs
         if has_seat and isinstance(self._accounting.fork(parent.seq_id, sequence.seq_id), Fits):
             sequence.num_computed_tokens = parent.num_computed_tokens
             sequence.most_computed_tokens = parent.num_computed_tokens
             self._queues.run(sequence)
         else:
-            self._begin(sequence)
+            self._register(sequence)
+            self._queues.wait(sequence)
 
-    def _begin(self, sequence: Sequence) -> None:
-        """Let a sequence that holds nothing wait."""
-        self._announce(sequence)
-        self._queues.wait(sequence)
-
-    def _announce(self, sequence: Sequence) -> None:
+    def _register(self, sequence: Sequence) -> None:
+        """Tell the accounting of a sequence that has no tokens computed."""
         sequence.num_computed_tokens = 0
         if sequence.lacks_prompt_logprobs:
             sequence.prompt_logprobs = []
@@ -348,14 +349,14 @@ class Scheduler:
 
     def _begin_plan(self) -> None:
         self._num_plans += 1
-        self._made_room.clear()
+        self._preempted.clear()
         self._lacking_bytes = 0
         self._admission.begin_plan()
         self._in_batch.begin_plan()
         self._queues.num_held_back = 0
 
     def _let_come(self, step: PlanBuilder) -> WaitingReason:
-        """Admit as many as can come; why the next one could not."""
+        """Admit the sequences that can come. Return why the next one cannot."""
         queues, served = self._queues, None
         while len(queues.waiting) > queues.num_held_back:
             newcomer = queues.waiting[queues.num_held_back]
@@ -363,17 +364,17 @@ class Scheduler:
                 return self._refusal.reason
             if not step.budget:
                 return "token_budget"
-            if newcomer.seq_id in self._made_room:
+            if newcomer.seq_id in self._preempted:
                 return "preempted"
             lost, grade = self.num_preemptions, self._grade(newcomer)
             if served is None or grade > served:
-                # First those who would not make room for it.
+                # The running sequences that it could not displace go first.
                 self._serve(step, at_most=grade)
                 served = grade
-                # Room for which a sequence was just preempted is not a newcomer's.
+                # Room that a preempted sequence has just left is not a newcomer's.
                 if self.num_preemptions > lost:
                     return "kv_memory"
-                continue  # one that ended meanwhile may have left an heir
+                continue  # a leader that has ended may have left an heir in the queue
             if not self._admit(step, newcomer):
                 full = self._num_seats_taken >= self.limits.max_num_seqs
                 reason: WaitingReason = "max_num_seqs" if full else "kv_memory"
@@ -382,9 +383,9 @@ class Scheduler:
         return "next_step"
 
     def _serve(self, step: PlanBuilder, *, at_most: int | None = None) -> None:
-        """What running sequences have to compute, of grades up to ``at_most``."""
+        """Extend the running sequences of grades up to ``at_most``, or preempt for them."""
         running, served = self._queues.running, step.served
-        if len(served) == len(running):  # all of them: one with a chunk makes no room
+        if len(served) == len(running):
             return
         if at_most is not None:
             running = running[: self._queues.num_running_up_to(at_most)]
@@ -399,12 +400,12 @@ class Scheduler:
             step.add(chunks[:fitting])
             if fitting == len(chunks):
                 break
-            step.withdraw_drafts(self._accounting)  # before one makes room for what is certain
+            step.withdraw_drafts(self._accounting)  # before a sequence is preempted
             self._extend(step, due[fitting])
-            due = [s for s in due[fitting + 1 :] if s.seq_id not in self._made_room]
+            due = [s for s in due[fitting + 1 :] if s.seq_id not in self._preempted]
 
     def _extend(self, step: PlanBuilder, sequence: Sequence) -> None:
-        """Take room for a running sequence's next chunk; others make room for it, or it does."""
+        """Take room for a running sequence's next chunk, and preempt others for it, or itself."""
         running = self._queues.running
         while True:
             answer = self._room.take(
@@ -422,19 +423,20 @@ class Scheduler:
                 self._end_for_lack_of_room(sequence, answer)
                 return
             alone, place = len(running) == 1, self._queues.place(sequence)
-            # The first one makes no room for others, so that one always gets on.
-            victim = self._preemption.victim(running if alone else running[max(1, place) :])
-            # Alone and yet without room: growing in place takes more than there is, as a copy
-            # into a larger buffer does. Begun anew in one piece it fits, or else never will.
+            # The first sequence is never preempted for others, so that one always goes on.
+            victim = self._victim(running if alone else running[max(1, place) :])
+            # A sequence that is alone and finds no room grows by copying into a larger buffer.
+            # Begun anew in one piece it fits, or it never will.
             victim.needs_room_at_once = alone
             self._preempt(victim, f"sequence {sequence.seq_id}")
             if victim is sequence:
                 return
 
     def _admit(self, step: PlanBuilder, newcomer: Sequence) -> bool:
-        """Let one come that waits, or hold it back for a prefix that this step computes.
+        """Admit a waiting sequence, or hold it back for a prefix that this step computes.
 
-        Those of a worse grade make room for it. False: it waits, and all behind it.
+        Running sequences of a worse grade are preempted for it. Return False if it must wait, and
+        all behind it.
         """
         running, grade = self._queues.running, self._grade(newcomer)
         displaces: bool | None = None
@@ -450,7 +452,7 @@ class Scheduler:
                     self._queues.num_held_back += 1
                     self._admission.note_held_back(newcomer, num_found)
                     return True
-            kept_bytes = self._admission.kept_bytes(newcomer, self._preemption.spare_bytes)
+            kept_bytes = self._admission.kept_bytes(newcomer, self._spare_swap_bytes)
             if has_seat:
                 answer = self._room.take(
                     newcomer,
@@ -471,29 +473,29 @@ class Scheduler:
                     self._end_for_lack_of_room(newcomer, answer)
                     return True
                 self._lacking_bytes = answer.lacking_bytes
-            if displaces is None:  # only if it comes in the end
+            if displaces is None:  # sequences are preempted only if the newcomer then fits
                 displaces = bool(worse) and self._admission.could_displace(newcomer, kept_bytes)
             if not worse or not displaces:
                 return False
             step.withdraw_drafts(self._accounting)
-            self._preempt(self._preemption.victim(worse), f"sequence {newcomer.seq_id}")
+            self._preempt(self._victim(worse), f"sequence {newcomer.seq_id}")
 
     @property
     def _num_seats_taken(self) -> int:
-        """Those that are held back have theirs already."""
+        """Seats of the running sequences, and of those that are held back."""
         return self.num_running + self._queues.num_held_back
 
     def _free(self) -> tuple[int, int, int]:
-        """What a refusal depends on: plans, how many have left, and free bytes, also in swap."""
+        """Return what a refusal depends on: plans, sequences that have left, and free bytes."""
         accounting = self._accounting
         free_bytes = accounting.ceiling.now_bytes - accounting.held_bytes
-        free_bytes += self._preemption.spare_bytes
+        free_bytes += self._spare_swap_bytes
         return self._num_plans, self._admission.company.num_left, free_bytes
 
     def _give_way(self) -> bool:
-        """No sequence can be computed: those that await a choice make room for one that waits.
+        """Preempt sequences that await a choice, where no other runs, for one that waits for room.
 
-        False if there are not both: some that await a choice, and one that waits for room.
+        Return False if there are not both.
         """
         if not (self._queues.running and self._queues.waiting):
             return False
@@ -504,17 +506,155 @@ class Scheduler:
                 break
         return True
 
+    # -- preemption ------------------------------------------------------------------------------
+
+    def _victim(self, candidates: Several[Sequence]) -> Sequence:
+        """Return the sequence to preempt, of these in their order: the last of the worst grade.
+
+        A sequence that has just come back is spared once, or it would be computed again and again.
+        """
+        worst = self._grade(candidates[-1])
+        choice = [s for s in candidates if self._grade(s) == worst]
+        victim = next((s for s in reversed(choice) if not s.came_back), choice[-1])
+        for sequence in choice:
+            sequence.came_back = False
+        return victim
+
     def _preempt(self, victim: Sequence, why: str, *, may_swap: bool = True) -> None:
-        """Take a sequence's room away. It goes back to the queue, and comes back later."""
-        self._preemption.take(victim, self._accounting, why, may_swap=may_swap)
-        self._made_room.add(victim.seq_id)
+        """Take a sequence's room and queue it again; save its entries if that is the cheaper way.
+
+        Otherwise it computes them again. The log has the cost of both.
+        """
+        num_tokens = victim.num_computed_tokens
+        tokens = readable_tokens(self._accounting.groups, 0, num_tokens)
+        size = num_bytes(self._accounting.groups, tokens)
+        swap_s, recompute_s = self.costs.swap_s(size), self.costs.recompute_s(num_tokens)
+        swaps = (
+            may_swap
+            and 0 < size <= self.swap.free_bytes
+            and swap_s < recompute_s
+            and not victim.lacks_prompt_logprobs  # for which its tokens are computed again anyway
+        )
+        log.info(
+            "sequence %d makes room for %s: %d tokens, %s; %s, %.3g s (to recompute them: %.3g s, "
+            "to swap: %.3g s with %s of swap space free)",
+            victim.seq_id,
+            why,
+            num_tokens,
+            format_bytes(size),
+            "swap" if swaps else "recompute",
+            swap_s if swaps else recompute_s,
+            recompute_s,
+            swap_s,
+            format_bytes(self.swap.free_bytes),
+        )
+        victim.num_preemptions += 1
+        self.statistics.num_preemptions += 1
+        if swaps:
+            self.statistics.num_swaps += 1
+            self.statistics.saved_bytes += size
+            self.swap.take(victim, size)
+            slots = tuple(
+                slots_of(self._accounting, group, victim.seq_id, own)
+                for group, own in enumerate(tokens)
+            )
+            self._saves.append(Save(sequence=victim, slots=slots, num_bytes=size))
+        self._preempted.add(victim.seq_id)
         self._send_back(victim)
 
     def _send_back(self, sequence: Sequence) -> None:
-        """From the running to the waiting ones, with nothing computed."""
+        """Move a running sequence to the waiting ones, with nothing computed."""
         self._queues.leave(sequence)
         self._accounting.free(sequence.seq_id)
-        self._begin(sequence)
+        self._register(sequence)
+        self._queues.wait(sequence)
+
+    def _drain_saves(self) -> tuple[Save, ...]:
+        """Return what is to be saved before storage changes.
+
+        A sequence that was admitted again in the same plan found its entries still cached.
+        """
+        saves, self._saves = self._saves, []
+        return tuple(save for save in saves if save.sequence.num_saved_tokens)
+
+    @property
+    def _spare_swap_bytes(self) -> int:
+        """Free swap space, if saving is cheaper than computing again."""
+        free_bytes = self.swap.free_bytes
+        return free_bytes if free_bytes and self.costs.swap_pays else 0
 
     def _end_for_lack_of_room(self, sequence: Sequence, refusal: AllocationFailure) -> None:
         self.fail(sequence, refusal.detail(self.limits.longest(sequence.request)), "capacity")
+
+    # -- an update -------------------------------------------------------------------------------
+
+    def _mark_computed(self, chunks: Iterable[Chunk], num_kept: Mapping[int, int]) -> None:
+        """Tell the cache which tokens are computed: it may share full blocks of them.
+
+        ``num_kept``: how many of a chunk's drafts hold, by sequence id.
+        """
+        going_on = [chunk for chunk in chunks if chunk.sequence.finish_reason is None]
+        if not going_on:
+            return
+        accounting, counts, tokens = self._accounting, list[int](), list[int]()
+        for chunk in going_on:
+            sequence, stop = chunk.sequence, chunk.stop
+            if chunk.drafts:
+                stop += num_kept[sequence.seq_id] - len(chunk.drafts)
+                if stop < chunk.stop:
+                    accounting.trim(sequence.seq_id, stop)
+            sequence.num_computed_tokens = stop
+            self._note_computed(chunk, stop)
+            count = stop - chunk.start + chunk.num_restored
+            counts.append(count)
+            if count == 1 and not chunk.num_restored:
+                tokens.append(sequence.token_ids[chunk.start])
+            else:
+                tokens += chunk.new_token_ids[:count]
+        accounting.mark_computed(
+            [chunk.sequence.seq_id for chunk in going_on],
+            None if counts.count(1) == len(counts) else counts,
+            np.array(tokens, np.int32),
+        )
+        self._room.snapshots.keep(accounting, going_on)
+
+    def _note_computed(self, chunk: Chunk, stop: int) -> None:
+        """Count the tokens of a chunk that were computed before, or came back from swap."""
+        sequence, groups = chunk.sequence, self._accounting.groups
+        most = sequence.most_computed_tokens
+        if chunk.start < most:
+            self.statistics.num_recomputed_tokens += min(stop, most) - chunk.start
+        if stop > most:
+            sequence.most_computed_tokens = stop
+        if chunk.num_restored:
+            readable = readable_tokens(groups, chunk.start - chunk.num_restored, chunk.start)
+            self.statistics.loaded_bytes += num_bytes(groups, readable)
+            self.swap.release(sequence)
+
+    def _append(self, sequence: Sequence, result: Sampled) -> list[TokenOutput]:
+        """Append the sampled tokens up to the sequence's end, if they have it."""
+        if sequence.request.chosen_outside:
+            sequence.awaits_choice = True
+            logprobs = result.logprobs[0]
+            return [
+                TokenOutput(sequence=sequence, token_id=None, finish_reason=None, logprobs=logprobs)
+            ]
+        outputs: list[TokenOutput] = []
+        for place, token_id in enumerate(result.token_ids):
+            sequence.token_ids.append(token_id)
+            reason = self.limits.finish_reason(sequence, token_id)
+            is_text = reason != "stop"
+            if reason is None and result.ends and place == len(result.token_ids) - 1:
+                reason = "stop"
+            outputs.append(
+                TokenOutput(
+                    sequence=sequence,
+                    token_id=token_id,
+                    is_text=is_text,
+                    finish_reason=reason,
+                    logprobs=result.logprobs[place] if result.logprobs else None,
+                )
+            )
+            if reason is not None:
+                break
+        return outputs

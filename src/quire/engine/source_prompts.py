@@ -1,7 +1,7 @@
-"""Prompts of encoder-decoders: what the encoder reads, and what the text begins with.
+"""Prompts of encoder-decoders: the source that the encoder reads, and how the text begins.
 
-What a caller gives is the source. The text begins with what ``generate`` would put there: the
-decoder's start, and the tokens that the generation config forces after it.
+A caller's prompt is the source. The text begins as with Transformers' ``generate``: with the
+decoder's start token, and the tokens that the generation config forces after it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ _SOURCE, _TEXT = "source", "prompt_token_ids"
 
 @final
 class SourcePrompts:
-    """Reads prompts for one model, whose sources have at most ``source_tokens``."""
+    """Reads the prompts of one model, whose sources have at most ``source_tokens``."""
 
     def __init__(self, loaded: LoadedModel, source_tokens: int) -> None:
         self._name, self._tokenizer = loaded.name, loaded.tokenizer
@@ -32,9 +32,9 @@ class SourcePrompts:
         self.suppressed_first = _suppressed(loaded, "begin_suppress_tokens")
 
     def read(self, prompt: object) -> tuple[Source, tuple[int, ...]]:
-        """The source, and the token ids that its text begins with.
+        """Return the source of a prompt, and the token ids with which its text begins.
 
-        Raises: RequestError; RequestTooLong for more than there is room for.
+        Raises: RequestError; RequestTooLong for a source without room.
         """
         given, begins = prompt, self.text_begins
         if isinstance(prompt, Mapping):
@@ -92,13 +92,13 @@ class SourcePrompts:
 
 
 def _suppressed(loaded: LoadedModel, name: str) -> tuple[int, ...]:
-    """Tokens that ``generate`` lets come nowhere, or not as the first."""
+    """Return tokens that the generation config bars, everywhere or at the beginning."""
     said = getattr(loaded.model.generation_config, name, None) or ()
     return tuple(token_id for token_id in said if 0 <= token_id < loaded.vocab_size)
 
 
 def _text_begins(loaded: LoadedModel) -> tuple[int, ...]:
-    """What ``generate`` begins a text with; nothing, if no config says so."""
+    """Return the tokens with which ``generate`` begins a text, if a config says so."""
     configs = (loaded.model.generation_config, loaded.model.config)
 
     def stated(name: str) -> Any:

@@ -1,10 +1,10 @@
-"""What an engine has done since it was made, counted as it goes: tokens, requests, reasons, times.
+"""Counts of an engine since it was made: tokens, requests, reasons and times.
 
-The thread that steps writes. Every thread may read at any moment and waits for nothing: each figure
-is one number, or a list that keeps its length. So two figures read together may be a token apart.
+The thread that steps writes them. Any thread may read them at any moment, without a lock: each
+figure is one number, or a list of fixed length. Two figures read together may be a token apart.
 
 A *request* is one continuation here, as in vLLM, where each of ``n`` is a request of its own. But a
-prompt that several share counts once, when it is computed. Times are the engine's clock's.
+prompt that several share counts once, when it is computed. Times are of the engine's clock.
 """
 
 from bisect import bisect_left
@@ -34,14 +34,14 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES = (1, 2, 5, 10, 20)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
-# Why a prompt's tokens were not found: ``PrefixHit.shortfall``; "room": they were, and are computed
-# again because so they take less room.
+# Why a prompt's tokens are computed: ``PrefixHit.shortfall``, or "room": they were found, and take
+# less room when they are computed again.
 MISS_REASONS: tuple[str, ...] = (*filter(None, get_args(Shortfall)), "room")
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 
 
 def token_bounds(max_tokens: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, … up to ``max_tokens``."""
+    """Return 1, 2, 5, 10, 20, 50, … up to ``max_tokens``."""
     bounds: list[int] = []
     power = 1
     while power <= max_tokens:
@@ -51,9 +51,9 @@ def token_bounds(max_tokens: int) -> tuple[int, ...]:
 
 
 class Histogram:
-    """How many values were at most each of the ``bounds``, and above the one before.
+    """How many values lie in each bucket; ``bounds`` are the upper bounds.
 
-    ``counts`` has one entry more: of what is above them all.
+    ``counts`` has one entry more, for values above all bounds.
     """
 
     __slots__ = ("bounds", "counts", "sum")
@@ -64,6 +64,7 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, ``times`` over."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -74,13 +75,13 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """How long the parts of a request took. Seconds; None: it never came so far.
+    """Seconds that the parts of a request took; None for a part that it never began.
 
-    A preemption's time is in the part in which it happened.
+    The time of a preemption belongs to the part in which it happened.
     """
 
     e2e_s: float  # from arrival to the end
-    queue_s: float  # from arrival until it came into a step, or until it ended waiting
+    queue_s: float  # from arrival to admission, or to the end of one that never was admitted
     first_token_s: float | None  # from arrival
     prefill_s: float | None  # from its first step to its first token
     decode_s: float | None  # from its first token to its last
@@ -88,7 +89,7 @@ class Latencies:
 
     @classmethod
     def of(cls, sequence: Sequence) -> "Latencies":
-        """Of a sequence that has ended, or ends with its last token."""
+        """Return those of a sequence that has ended, or ends with its last token."""
         arrived, came = sequence.arrived_s, sequence.came_s
         first, last = sequence.first_token_s, sequence.last_token_s
         ended = next(s for s in (sequence.ended_s, last, came, arrived) if s is not None)
@@ -107,10 +108,10 @@ def _between(start: float | None, stop: float | None) -> float | None:
 
 
 class Statistics:
-    """Of one engine; ``now_s`` is the moment at which whatever is noted happens.
+    """Statistics of one engine. ``now_s`` is the moment at which an event is noted.
 
-    Prefixes are looked up once for a request, when it first comes into a step: of the tokens that
-    it could have found (all but the last), each is a hit or missed for a reason.
+    A request's prefix counts once, at its first admission: of the tokens that it could find (all
+    but the last), each is a hit or is missed for a reason.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -122,10 +123,10 @@ class Statistics:
         self.prefix_hit_tokens = 0
         self.prefix_missed_tokens = dict.fromkeys(MISS_REASONS, 0)
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
-        self.num_corrupted = 0  # requests that ended since the model gave them no numbers
-        self.num_drafts = 0  # times that guesses were looked at
-        self.num_draft_tokens = 0  # guesses that were computed …
-        self.num_accepted_tokens = 0  # … and that came true
+        self.num_corrupted = 0  # requests that ended because the model gave no numbers
+        self.num_drafts = 0  # drafts of one token or more
+        self.num_draft_tokens = 0  # drafted tokens that were computed …
+        self.num_accepted_tokens = 0  # … and accepted
         self.num_preemptions = 0
         self.num_swaps = 0  # of them by saving the entries
         self.num_recomputed_tokens = 0  # computed before, lost, and computed again
@@ -154,9 +155,9 @@ class Statistics:
     # -- a plan ----------------------------------------------------------------------------------
 
     def note_came(self, sequence: Sequence, found: PrefixHit | None, num_hit_tokens: int) -> None:
-        """A sequence has its place in a step; ``num_hit_tokens`` of what was found are used.
+        """Note a sequence's admission; only the first counts. It uses ``num_hit_tokens``.
 
-        Only the first time counts. Without ``found`` nothing was looked up.
+        ``found`` is None where no prefix was looked up.
         """
         if sequence.came_s is not None:
             return
@@ -170,13 +171,13 @@ class Statistics:
         self.prefix_missed_tokens["room"] += found.num_tokens - num_hit_tokens
 
     def note_shared(self, leader: Sequence, sibling: Sequence) -> None:
-        """A sibling goes on from a prompt that its leader has computed for both."""
+        """Note a sibling that goes on from the prompt that its leader has computed."""
         sibling.came_s, sibling.shares_prompt = leader.came_s, True
 
-    # -- what came of it -------------------------------------------------------------------------
+    # -- an update -------------------------------------------------------------------------------
 
     def note_step(self, plan: StepPlan, num_kept: Mapping[int, int]) -> None:
-        """``num_kept``: how many drafts hold, of each sequence that had some and goes on."""
+        """Note a step. ``num_kept``: accepted drafts of each sequence that goes on, by id."""
         if plan.chunks:
             self.step_tokens.observe(plan.num_tokens)
         if drafts := [len(draw.drafts) for draw in plan.draws if draw.drafts]:
@@ -185,10 +186,9 @@ class Statistics:
             self.num_accepted_tokens += sum(num_kept.values())
 
     def note_tokens(self, outputs: Iterable[TokenOutput]) -> None:
-        """Tokens of a step; those of a sequence follow one another, and are one gap.
+        """Note the tokens of a step. Those of one sequence follow one another, and are one gap.
 
-        Most sequences had their last token in the same step before: their gaps are observed at
-        once.
+        Most sequences had their last token in the same step: their gaps are observed together.
         """
         now_s, count = self.now_s, 0
         gaps: dict[float, int] = {}
@@ -198,7 +198,7 @@ class Statistics:
             if output.token_id is None and output.finish_reason is not None:
                 if sequence.embedding is not None:
                     self._note_prompt(sequence)
-                continue  # an end alone; where a search chooses, there is neither
+                continue  # an end without a token
             count += 1
             if sequence is previous:
                 continue
@@ -225,7 +225,7 @@ class Statistics:
     # -- an end ----------------------------------------------------------------------------------
 
     def note_end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Once for each sequence."""
+        """Note a sequence's end, once."""
         sequence.ended_s = self.now_s
         self.num_finished[reason] += 1
         self.num_corrupted += sequence.fault == "model"
@@ -249,7 +249,7 @@ class Statistics:
         self._note_choice(sequence.request, num_output)
 
     def _note_choice(self, request: Request, num_output: int) -> None:
-        """The last continuation of a prompt that ends speaks for all of them."""
+        """Note the longest of a prompt's continuations when the last of them ends."""
         longest = num_output
         if request.params.n > 1:
             state = self._open.setdefault(request.request_id, [request.params.n, 0])

@@ -1,4 +1,4 @@
-"""What goes round in a step: the plan that says what is computed, and what came of it."""
+"""The plan of a step, and its outputs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from quire.kv.interface import Slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Tokens [start, stop) of one sequence, to be computed in one step.
+    """Tokens [start, stop) of one sequence, which one step computes.
 
-    ``drafts`` are guesses at the tokens after its last one; they are the chunk's last tokens.
-    Before ``start`` the last ``num_restored`` are brought back from swap.
+    ``drafts`` are guesses at the tokens behind the sequence's last one; they are the chunk's last
+    tokens. The ``num_restored`` tokens before ``start`` come back from swap.
     """
 
     sequence: Sequence
@@ -20,7 +20,7 @@ class Chunk:
     stop: int
     drafts: tuple[int, ...] = ()
     num_restored: int = 0
-    samples: bool  # the step brings the sequence up to date, so that its next token is due
+    samples: bool  # the chunk ends with the sequence's last token: the next one is sampled
 
     @property
     def token_ids(self) -> list[int]:
@@ -29,19 +29,19 @@ class Chunk:
 
     @property
     def new_token_ids(self) -> list[int]:
-        """Those that the cache holds after this step, if the drafts are right, and not before."""
+        """The tokens whose entries the step adds to the cache, if the drafts are right."""
         if not self.num_restored:
             return self.token_ids
         return self.sequence.token_ids[self.start - self.num_restored : self.start] + self.token_ids
 
     @property
     def pools(self) -> bool:
-        """Its last token's hidden state is what its sequence is for."""
+        """Whether its last token's hidden state becomes the sequence's embedding."""
         return self.samples and self.sequence.request.pooling is not None
 
     @property
     def logits_from(self) -> int:
-        """The first token whose logits are wanted, up to ``stop``."""
+        """The first of the tokens up to ``stop`` whose logits are wanted."""
         if self.sequence.request.pooling is not None:
             return self.stop
         if self.sequence.lacks_prompt_logprobs:
@@ -51,10 +51,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """A sequence whose next token is due.
+    """A sequence whose next token is sampled from row ``row`` of the logits.
 
-    Its logits are row ``row``; one row more for each draft, if those before it hold. The siblings
-    of a sequence draw from its row.
+    Each draft has one row more, which counts if the drafts before it hold. Siblings share a row.
     """
 
     sequence: Sequence
@@ -64,7 +63,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRows:
-    """Rows of logits that tell the log-probabilities of a prompt's tokens from ``start`` + 1 on."""
+    """Rows of logits for the log-probabilities of a prompt's tokens from ``start`` + 1 on."""
 
     sequence: Sequence
     row: int
@@ -74,18 +73,18 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """Entries of a sequence that has just lost its room, where they lie until room is made."""
+    """Entries of a preempted sequence, to be saved before storage reuses their slots."""
 
     sequence: Sequence
-    slots: tuple[Slots, ...]  # in each group: of the last tokens, as far back as one is readable
+    slots: tuple[Slots, ...]  # in each group: of the tokens that later ones can read
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One forward pass. The rows of its logits are those of each chunk, in order.
+    """One forward pass, whose logits have each chunk's rows in order.
 
-    Before storage carries out what was decided for it, ``saves`` are copied to swap.
+    ``saves`` are copied to swap before storage carries out the changes for the plan.
     """
 
     chunks: tuple[Chunk, ...]
@@ -95,6 +94,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk], saves: tuple[Save, ...] = ()) -> "StepPlan":
+        """Make a plan of chunks, with the draws and prompt rows that follow from them."""
         several = tuple(chunks)
         draws: list[Draw] = []
         prompt_rows: list[PromptRows] = []
@@ -121,27 +121,27 @@ class StepPlan:
 
     @property
     def num_read(self) -> int:
-        """Entries that attention reads, where it reads all."""
+        """The entries that attention reads, where no window hides any."""
         return sum(chunk.stop for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What came of a draw: the drafts that hold and one token more, or an error instead."""
+    """What came of a draw: the drafts that hold and one token more, or an error."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
     ends: bool = False  # nothing can follow the last token
     error: str = ""
-    fault: Fault = None  # whose the error is
+    fault: Fault = None  # of the error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutput:
-    """What a step did for one sequence: a token, or the news that it has ended, or both."""
+    """What a step did for one sequence: a token, or the sequence's end, or both."""
 
     sequence: Sequence
     token_id: int | None
-    is_text: bool = True  # False: the token only ended it
+    is_text: bool = True  # False: the token only ended the sequence
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None = None

@@ -1,7 +1,7 @@
-"""Texts of a prescribed form: a grammar, compiled once, says at each place which tokens may come.
+"""Structured outputs: a compiled grammar tells at each place of a text which tokens may come.
 
-llguidance does it, an extra that is imported when the first such request comes. How the bits are
-used is the sampler's business.
+llguidance compiles and follows grammars. It is an extra, imported at the first such request. The
+sampler applies the masks.
 """
 
 import json
@@ -26,21 +26,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# llguidance goes from rule to rule on the stack: some thousand of them ended the process in 8 MiB.
+# llguidance recurses from rule to rule: some thousand rules overflowed a stack of 8 MiB.
 _STACK_BYTES = 256 * 1024 * 1024
-# GBNF is put into Lark's notation in time that grows with the square of its rules.
+# The time to translate GBNF to Lark's notation grows with the square of its rules.
 _MOST_GRAMMAR_BYTES = 16 * 1024
 _MOST_SOURCE_BYTES = 64 * 1024  # of the other kinds
 _MOST_GRAMMARS = 64  # kept for requests to come
-# One at each place: small models like to go on with blanks for ever.
+# One blank at each place: small models tend to write blanks without end.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]"
 
 
 class Matcher:
-    """Where one sequence is in its grammar.
+    """One sequence's place in its grammar. Looking ahead does not move it.
 
-    It goes where its sequence has gone, and comes back from every look ahead. ``error`` says why
-    it can say nothing more; empty as long as it can.
+    ``error`` says why the grammar cannot be followed any further; empty while it can.
     """
 
     def __init__(self, matcher: "LLMatcher", num_mask_bytes: int) -> None:
@@ -52,14 +51,14 @@ class Matcher:
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def consume(self, token_ids: list[int]) -> None:
-        """These have been generated."""
+        """Move on by generated tokens."""
         if token_ids:  # to take nothing would end a grammar of the empty text
             self._matcher.consume_tokens(token_ids)
 
     def masks(self, drafts: tuple[int, ...]) -> list[NDArray[np.uint8]]:
-        """The tokens that may come next, and after each draft, up to one that must not come.
+        """Return masks u8[mask bytes]: of the next token, and of those behind each valid draft.
 
-        A bit a token, the lowest of a byte first.
+        A token has one bit, the lowest of a byte first.
         """
         found = [self._mask()]
         for draft in drafts:
@@ -70,7 +69,7 @@ class Matcher:
         return found
 
     def taken(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-        """How many of these the grammar takes, up to one that nothing can follow; and if one is."""
+        """Return how many of these tokens are valid, and whether the grammar ends with the last."""
         num_taken, at_end = 0, False
         for token_id in token_ids:
             if at_end or not self._matcher.try_consume_tokens([token_id]):
@@ -86,22 +85,22 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled grammar; every sequence that has to follow it gets a matcher of its own."""
+    """A compiled grammar. Each sequence that follows it has a matcher of its own."""
 
     def __init__(self, matcher: "LLMatcher", num_mask_bytes: int) -> None:
         self._matcher = matcher
         self._num_mask_bytes = num_mask_bytes
 
     def matcher(self) -> Matcher:
-        """At the beginning of the text."""
+        """Make a matcher at the beginning of a text."""
         return Matcher(self._matcher.deep_copy(), self._num_mask_bytes)
 
 
 class Grammars:
-    """All grammars of one tokenizer. Those that were used last are kept for requests to come.
+    """The grammars of one tokenizer. Those that were used last are kept.
 
-    Any thread may compile one. How long that takes is bounded by a limit on the text and by
-    llguidance's own, on a grammar's size and on the work that it makes: a second or so.
+    Any thread may compile one. A limit on the source, and llguidance's own limits on a grammar's
+    size and work, bound the time to about a second.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -112,7 +111,7 @@ class Grammars:
         self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """Raises: RequestError naming what is wrong with the grammar, or what is missing here."""
+        """Compile a grammar. Raises: RequestError for a wrong grammar, or a missing package."""
         with self._lock:
             if params in self._kept:
                 self._kept.move_to_end(params)
@@ -120,7 +119,7 @@ class Grammars:
             if self._prepared is None:
                 self._prepared = _prepare(self._tokenizer, self._vocab_size, self._eos_token_ids)
         if params.reasoning is not None:
-            self.compile(replace(params, reasoning=None))  # what is wrong is said of this one
+            self.compile(replace(params, reasoning=None))  # whose errors are the clearer ones
         matcher = _on_a_large_stack(partial(_compiled, params, self._prepared, self._parts))
         grammar = Grammar(matcher, 4 * -(-self._vocab_size // 32))
         if params.reasoning is None:
@@ -132,8 +131,8 @@ class Grammars:
         return grammar
 
     def _parts(self, mark: str) -> list[tuple[str, int | None]]:
-        """A mark's tokens that are no text to llguidance, and the texts between them, with None."""
-        assert self._prepared is not None, "a grammar is being compiled"
+        """Split a mark into special tokens and the texts between them, whose token is None."""
+        assert self._prepared is not None, "``compile`` prepares the tokenizer"
         found = self._tokenizer.backend_tokenizer.encode(mark, add_special_tokens=False)
         parts: list[tuple[str, int | None]] = []
         at = 0
@@ -145,7 +144,7 @@ class Grammars:
 
 
 def _prepare(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLTokenizer":
-    """The tokenizer as llguidance wants it. Raises: RequestError."""
+    """Convert the tokenizer for llguidance. Raises: RequestError."""
     try:
         from llguidance import LLTokenizer
     except ImportError as error:
@@ -176,7 +175,7 @@ def _compiled(
     tokenizer: "LLTokenizer",
     parts_of: Callable[[str], list[tuple[str, int | None]]],
 ) -> "LLMatcher":
-    """A matcher at the beginning. Raises: RequestError."""
+    """Compile a grammar to a matcher at its beginning. Raises: RequestError."""
     from llguidance import LLMatcher, LLParserLimits, grammar_from
 
     kind, source = params.source
@@ -213,9 +212,9 @@ def _behind(
     grammar: str,
     parts_of: Callable[[str], list[tuple[str, int | None]]],
 ) -> str:
-    """The grammar of reasoning, and of a text behind it.
+    """Return the grammar of reasoning that ends with its mark, and of the answer behind it.
 
-    A mark may be a token of its own, or text, of which a token may hold the end and more.
+    A mark may be a token of its own, or text, whose last token may hold more than its end.
     """
     opening, closing, lead = (
         " ".join(json.dumps(text) if token is None else f"<[{token}]>" for text, token in parts)
@@ -224,7 +223,7 @@ def _behind(
     first, *others = parts_of(reasoning.closes)
     if first[1] is None and not others:
         thoughts = f"thoughts[suffix={closing}]: ANY"
-    else:  # and not spelled otherwise, which a reader could not tell from it
+    else:  # thoughts may not spell the mark in other tokens, which would read the same
         thoughts = (
             f"thoughts: UNMARKED? {closing}\n"
             f"UNMARKED: /(?s:.)+/ & ~(ANY {json.dumps(first[0])} ANY)"
@@ -246,7 +245,7 @@ def _behind(
 def _refuse_without_texts(
     grammar: Grammar, params: StructuredOutputsParams, eos_token_ids: Sequence[int]
 ) -> None:
-    """``{"$ref": "#"}`` is a schema, of no text at all. Raises: RequestError."""
+    """Refuse a grammar without any text, as ``{"$ref": "#"}`` is. Raises: RequestError."""
     matcher = grammar.matcher()
     allowed = np.unpackbits(matcher.masks(())[0], bitorder="little")
     allowed[list(eos_token_ids)] = 0
@@ -257,7 +256,7 @@ def _refuse_without_texts(
 
 
 def _on_a_large_stack(make: Callable[[], T]) -> T:
-    """What it gives or raises, in a thread of its own."""
+    """Call a function in a thread with a large stack."""
     made: Future[T] = Future()
 
     def run() -> None:

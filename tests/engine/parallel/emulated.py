@@ -14,7 +14,6 @@ from quire.engine.llm import LLM
 from quire.engine.parallel import worker as child
 from quire.engine.parallel import worker as follower
 from quire.engine.parallel import worker_group as crew
-from quire.engine.parallel.messages import Read
 from quire.memory.cuda import CudaMemory
 from quire.memory.machine.readings import HostGauge, MemoryReading
 from quire.memory.residency import Residency
@@ -64,8 +63,7 @@ def drivers() -> Iterator[EmulatedDriver]:
 def physical_bytes(llm: LLM, driver: EmulatedDriver) -> list[int]:
     """Of each rank's driver."""
     assert llm._team is not None
-    message = Read(engine=llm._team._engine)
-    here, answers = llm._team._crew.all_of(message, DriversGauge(driver).read)
+    here, answers = llm._team.all_of("read_memory", own=DriversGauge(driver).read)
     readings = [here, *(answer.value for answer in answers)]
     return [reading.total_bytes - reading.available_bytes for reading in readings]
 

@@ -60,7 +60,7 @@ class Folder:
 
     def parts(self, name: str) -> LoadedModel:
         if name not in self._parts:
-            self._parts[name] = load_parts(self.of(name), 2, crew=self.crew)
+            self._parts[name] = load_parts(self.of(name), 2, workers=self.crew)
         return self._parts[name]
 
     def alone(self, name: str, **options: Any) -> LLM:

@@ -22,21 +22,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.engine.parallel import process_group as group
 from quire.engine.parallel import worker as child
-from quire.engine.parallel.messages import (
-    Answer,
-    Apply,
-    Assemble,
-    CloseStorage,
-    Disassemble,
-    Done,
-    Expect,
-    Failed,
-    LoadSaved,
-    Look,
-    Message,
-    Prefault,
-    Unload,
-)
+from quire.engine.parallel.messages import Answer, Call, Done, Failed
 from quire.engine.parallel.model_part import PartedModel, load_parts
 from quire.engine.parallel.worker_group import WorkerGroup, _Member
 from quire.errors import ConfigError, MemoryUnavailable, ModelNotLoadable, RankLost, RequestError
@@ -50,7 +36,7 @@ on_the_cpu = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers, about plans and RoPE
 
-EXPECT = Expect(engine=1, max_tokens=16)
+EXPECT = Call("expect", (1, 16))
 
 
 @pytest.fixture
@@ -67,38 +53,36 @@ class ToldCrew:
     num_ranks, device_type, lost = 2, "cpu", None
 
     def __init__(self, refuses: Callable[[int], bool]) -> None:
-        self.refuses, self.messages = refuses, list[Message]()
+        self.refuses, self.messages = refuses, list[Call]()
         self.committed = self.more_bytes = self.num_applied = self.lost_at = 0
 
     def new_name(self) -> int:
         return 1 + len(self.messages)
 
-    def required(self, message: Message, own: Callable[[], Any]) -> Any:
+    def required(self, message: Call, own: Callable[[], Any]) -> Any:
         return self.all_of(message, own)[0]
 
-    together = required
-
-    def all_of(self, message: Message, own: Callable[[], Any]) -> tuple[Any, list[Answer]]:
+    def all_of(self, message: Call, own: Callable[[], Any]) -> tuple[Any, list[Answer]]:
         self.messages.append(message)
         value = own()
-        self.num_applied += isinstance(message, Apply)
+        self.num_applied += message.method == "apply"
         if 0 < self.lost_at <= self.num_applied:
             raise RankLost("rank 1 (process 7) was ended by SIGKILL")
-        if not isinstance(message, Apply):
+        if message.method != "apply":
             return value, [Done()]
         if self.refuses(self.num_applied):
             return value, [Failed(MemoryUnavailable("rank 1: no pages"), self.committed)]
         self.committed = value + self.more_bytes
         return value, [Done(self.committed)]
 
-    def try_tell(self, message: Message) -> None:
+    def try_tell(self, message: Call) -> None:
         self.messages.append(message)
 
 
 def with_other_rank(folder: Path, refuses: Callable[[int], bool]) -> LoadedModel:
     """A whole model that believes that another rank has a part of it."""
     crew: Any = ToldCrew(refuses)
-    return replace(load(folder), ranks=PartedModel(crew, 1, owns_crew=False))
+    return replace(load(folder), ranks=PartedModel(crew, 1, owns_workers=False))
 
 
 @pytest.mark.parametrize(
@@ -112,16 +96,16 @@ def test_pages_that_one_rank_is_refused_are_refused_to_all(folder: Folder, cache
     refused_at = 5
     loaded = with_other_rank(folder.of("llama"), lambda number: number == refused_at)
     with LLM(loaded, tensor_parallel_size=2, **options) as llm:
-        crew: Any = loaded.ranks.crew
+        crew: Any = loaded.ranks.workers
         assert texts(llm.generate(PROMPTS, GREEDY)) == expected
         assert crew.num_applied > refused_at
-        makings = [m for m in crew.messages if type(m).__name__ == "MakeStorage"]
+        makings = [m for m in crew.messages if m.method == "make_storage"]
         assert len(makings) == 2, "once, and once more in an empty cache"
 
 
 def test_ranks_that_differ_are_an_error(folder: Folder) -> None:
     loaded = with_other_rank(folder.of("llama"), lambda _: False)
-    crew: Any = loaded.ranks.crew
+    crew: Any = loaded.ranks.workers
     crew.more_bytes = 4096
     with pytest.raises(RuntimeError, match=r"the ranks have committed .* bytes for the same"):
         LLM(loaded, tensor_parallel_size=2, **OPTIONS)
@@ -130,54 +114,54 @@ def test_ranks_that_differ_are_an_error(folder: Folder) -> None:
 class RefusingCrew(ToldCrew):
     """The other rank does not do what messages of one kind say."""
 
-    def __init__(self, kind: type[Message]) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(lambda _: False)
         self.kind = kind
 
-    def required(self, message: Message, own: Callable[[], Any]) -> Any:
+    def required(self, message: Call, own: Callable[[], Any]) -> Any:
         value, answers = self.all_of(message, own)
         for answer in answers:
             if isinstance(answer, Failed):
                 raise answer.error
         return value
 
-    def all_of(self, message: Message, own: Callable[[], Any]) -> tuple[Any, list[Answer]]:
+    def all_of(self, message: Call, own: Callable[[], Any]) -> tuple[Any, list[Answer]]:
         value, answers = super().all_of(message, own)
-        if isinstance(message, self.kind):
+        if message.method == self.kind:
             answers = [Failed(MemoryUnavailable("rank 1: no room"))]
         return value, answers
 
 
 def test_what_one_rank_refuses_is_held_by_none(folder: Folder) -> None:
-    crew: Any = RefusingCrew(Assemble)
-    loaded = replace(load(folder.of("llama")), ranks=PartedModel(crew, 1, owns_crew=False))
+    crew: Any = RefusingCrew("assemble")
+    loaded = replace(load(folder.of("llama")), ranks=PartedModel(crew, 1, owns_workers=False))
     with pytest.raises(MemoryUnavailable, match="rank 1: no room"):
         LLM(loaded, tensor_parallel_size=2, **OPTIONS)
     made, undone = crew.messages
-    assert isinstance(made, Assemble)
-    assert undone == Disassemble(engine=made.engine)
+    assert made.method == "assemble"
+    assert undone == Call("disassemble", made.args[:1])
 
-    crew = RefusingCrew(Prefault)
-    loaded = replace(loaded, ranks=PartedModel(crew, 1, owns_crew=False))
+    crew = RefusingCrew("prefault")
+    loaded = replace(loaded, ranks=PartedModel(crew, 1, owns_workers=False))
     with pytest.raises(MemoryUnavailable, match="rank 1: no room"):
         LLM(loaded, tensor_parallel_size=2, **OPTIONS, residency="prefault")
-    assert type(crew.messages[-1]) is Disassemble
-    assert [type(each) for each in crew.messages].count(CloseStorage) == 1
+    assert crew.messages[-1].method == "disassemble"
+    assert [each.method for each in crew.messages].count("close_storage") == 1
 
-    crew = RefusingCrew(LoadSaved)
+    crew = RefusingCrew("load")
     crew.all_of = lambda message, _: (crew.messages.append(message), [Failed(OSError("gone"))])
     with pytest.raises(OSError, match="gone"):
-        load_parts(folder.of("llama"), 2, crew=crew)
+        load_parts(folder.of("llama"), 2, workers=crew)
     asked, undone = crew.messages
-    assert isinstance(asked, LoadSaved)
-    assert undone == Unload(model=asked.model)
+    assert asked.method == "load"
+    assert undone == Call("unload", asked.args[:1])
 
 
 def test_a_rank_that_does_not_say_what_it_has_is_an_error() -> None:
-    crew: Any = RefusingCrew(Look)
+    crew: Any = RefusingCrew("read_device")
     device = DeviceMemory(name="fake", total_bytes=2, free_bytes=1)
     with pytest.raises(MemoryUnavailable, match="rank 1: no room"):
-        PartedModel(crew, 1, owns_crew=False).share_of(read_machine(device=device))
+        PartedModel(crew, 1, owns_workers=False).share_of(read_machine(device=device))
 
 
 @pytest.mark.parametrize(
@@ -189,11 +173,11 @@ def test_a_rank_that_does_not_say_what_it_has_is_an_error() -> None:
     ],
 )
 def test_whatever_a_rank_raises_arrives(error: Exception, kind: type[Exception]) -> None:
-    def fail(_: Message) -> None:
+    def fail(*_: object) -> None:
         raise error
 
-    follower: Any = SimpleNamespace(rank=1, do=fail, committed_bytes=lambda _: 5)
-    answer = pickle.loads(pickle.dumps(child._answer(follower, Look(model=1))))
+    follower: Any = SimpleNamespace(rank=1, apply=fail, committed_bytes=lambda _: 5)
+    answer = pickle.loads(pickle.dumps(child._answer(follower, Call("apply", (1, ())))))
     assert isinstance(answer, Failed)
     assert type(answer.error) is kind
     assert str(error) in str(answer.error)
@@ -216,15 +200,15 @@ def test_after_an_interrupt_no_answer_is_taken_for_the_next_ones(where: str) -> 
     crew = WorkerGroup(2)
     crew._members.append(_Member(1, process, channel))  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
-        crew.required(Look(model=1), lambda: call("own"))
+        crew.required(Call("read_device", (1,)), lambda: call("own"))
     assert killed
     with pytest.raises(RankLost, match="interrupted in the middle of a step"):
-        crew.required(Look(model=1), bool)
+        crew.required(Call("read_device", (1,)), bool)
 
 
-@pytest.mark.parametrize(("message", "patient"), [(Prefault(engine=1), True), (EXPECT, False)])
+@pytest.mark.parametrize(("message", "patient"), [(Call("prefault", (1,)), True), (EXPECT, False)])
 def test_who_exchanges_nothing_is_waited_for_however_long_it_takes(
-    message: Message, patient: bool
+    message: Call, patient: bool
 ) -> None:
     """Rank 0 has failed; the other is still about it, and ends by itself."""
     waited: list[float] = []
@@ -266,7 +250,7 @@ def test_who_does_not_answer_where_rank_0_has_failed_is_ended() -> None:
 
 def test_all_readers_hear_of_a_rank_that_is_lost(folder: Folder) -> None:
     loaded = with_other_rank(folder.of("llama"), lambda _: False)
-    crew: Any = loaded.ranks.crew
+    crew: Any = loaded.ranks.workers
 
     async def read() -> list[Any]:
         async with AsyncLLM(loaded, tensor_parallel_size=2, **OPTIONS) as llm:
@@ -288,7 +272,7 @@ def test_a_rank_that_is_killed_ends_the_llm_with_its_name(folder: Folder) -> Non
     pytest.importorskip("accelerate")
     llm = LLM(folder.of("llama"), tensor_parallel_size=2, **OPTIONS)
     assert llm._ranks is not None
-    (pid,) = llm._ranks.crew.pids
+    (pid,) = llm._ranks.workers.pids
     steps = 0
 
     def kill(_: Any) -> None:
@@ -322,16 +306,16 @@ def test_who_fails_alone_is_not_waited_for(folder: Folder) -> None:
         with folder.ranked("llama") as llm:
             engine = llm._team._engine  # type: ignore[union-attr]
             with pytest.raises(RankLost, match=r"rank 1 .* has not answered"):
-                crew.required(Expect(engine=engine, max_tokens=16), fail)
+                crew.required(Call("expect", (engine, 16)), fail)
             with pytest.raises(RankLost):
-                crew.required(Expect(engine=engine, max_tokens=16), fail)
+                crew.required(Call("expect", (engine, 16)), fail)
     finally:
         crew.close()
     assert gone(pids)
 
     crew = WorkerGroup(2, grace_s=1.0).start()
     try:
-        unknown = Expect(engine=10**6, max_tokens=16)
+        unknown = Call("expect", (10**6, 16))
         with pytest.raises(RankLost, match=r"it had failed: rank 1: KeyError\(1000000\)"):
             crew.required(unknown, lambda: torch.distributed.all_reduce(torch.zeros(1)))
         with pytest.raises(RankLost, match="exit code 70"):

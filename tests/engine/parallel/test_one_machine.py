@@ -15,10 +15,9 @@ import torch
 
 from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, Watch, gone
 from quire.engine.llm import LLM
-from quire.engine.parallel import process_group as group
 from quire.engine.parallel import worker as follower
 from quire.engine.parallel import worker_group as crews
-from quire.engine.parallel.messages import Join
+from quire.engine.parallel.messages import Call
 from quire.engine.parallel.process_group import share_of_threads
 from quire.engine.parallel.worker_group import WorkerGroup
 
@@ -59,11 +58,11 @@ def test_ranks_do_not_live_for_a_fork_nor_end_with_it(
     script = """
         import gc, os, signal
         from quire.engine.parallel.worker_group import WorkerGroup
-        from quire.engine.parallel.messages import Disassemble
+        from quire.engine.parallel.messages import Call
         from quire.errors import RankLost
 
         crew = WorkerGroup(2).start()
-        ask = Disassemble(engine=1), bool
+        ask = Call("disassemble", (1,)), bool
         for lives_on in (False, True):
             there, said = os.pipe()
             forked = os.fork()
@@ -105,9 +104,10 @@ def test_ranks_share_the_threads_of_a_cpu_and_give_them_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = torch.get_num_threads()
-    joined: list[Join] = []
+    told: list[Any] = []
+    tell = crews._Member.tell
     monkeypatch.setattr(
-        crews, "join", lambda message: (joined.append(message), group.join(message))
+        crews._Member, "tell", lambda own, message: (told.append(message), tell(own, message))[1]
     )
     try:
         monkeypatch.setenv("OMP_NUM_THREADS", "")
@@ -116,7 +116,7 @@ def test_ranks_share_the_threads_of_a_cpu_and_give_them_back(
         assert torch.get_num_threads() == 4
         crew.close()
         assert torch.get_num_threads() == 8
-        assert joined.pop().num_threads == 4
+        assert [each.args[-1] for each in told if isinstance(each, Call)] == [4]
         monkeypatch.setenv("OMP_NUM_THREADS", "5")
         assert share_of_threads(2) is None
     finally:
@@ -127,13 +127,12 @@ def test_a_rank_computes_with_as_many_threads_as_it_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = torch.get_num_threads()
-    monkeypatch.setattr(follower, "join", lambda _: None)
-    store = Path("nowhere")
-    sizes: dict[str, Any] = dict(rank=1, num_ranks=2, store=store, device_type="cpu", timeout_s=1.0)
+    monkeypatch.setattr(follower, "join", lambda *_: None)
+    sizes = 1, 2, Path("nowhere"), "cpu", 1.0
     try:
-        follower.Worker().do(Join(**sizes, num_threads=3))
+        follower.Worker().join(*sizes, 3)
         assert torch.get_num_threads() == 3
-        follower.Worker().do(Join(**sizes, num_threads=None))
+        follower.Worker().join(*sizes, None)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(found)
@@ -152,7 +151,7 @@ def test_memory_of_a_cpu_is_backed_at_the_start_in_every_rank(tmp_path: Path) ->
     options = {**OPTIONS, "kv_cache_memory_bytes": "96MiB", "residency": "prefault"}
     with LLM(folder.of("llama"), tensor_parallel_size=2, **options) as llm:
         assert llm._ranks is not None
-        (pid,) = llm._ranks.crew.pids
+        (pid,) = llm._ranks.workers.pids
         assert llm._resident.kept_bytes == 96 * MIB
         assert llm.generate(PROMPTS, GREEDY, observe=Watch(llm))
         assert llm._resident.kept_bytes + llm.memory.committed_bytes == 96 * MIB

@@ -12,7 +12,7 @@ from engine.parallel.emulated import KEPT_PAGES, PAGE, drivers, physical_bytes
 from engine.parallel.ranks import GREEDY, PROMPTS, Folder, Watch, texts
 from memory.cuda.emulator import EmulatedDriver
 from quire.engine.parallel.leader import RankedGauge
-from quire.engine.parallel.messages import Answer, Done, Failed, Message, Read
+from quire.engine.parallel.messages import Answer, Done, Failed
 from quire.engine.parallel.worker import _Engine
 from quire.engine.parallel.worker_group import WorkerGroup
 from quire.errors import MemoryUnavailable, RankLost
@@ -103,13 +103,13 @@ def test_prefault_takes_the_capacity_in_every_rank(
 
 
 class Told:
-    """A crew that answers what it is told."""
+    """Ranks that answer what they are told."""
 
     def __init__(self, answer: Answer | None) -> None:
-        self.answer, self.messages = answer, list[Message]()
+        self.answer, self.called = answer, list[str]()
 
-    def all_of(self, message: Message, own: Any) -> Any:
-        self.messages.append(message)
+    def all_of(self, method: str, *, own: Any) -> Any:
+        self.called.append(method)
         if self.answer is None:
             raise RankLost("rank 1 (process 7) was ended by SIGKILL")
         return own(), [self.answer]
@@ -132,15 +132,15 @@ def reading(available_bytes: int) -> MemoryReading:
 def test_the_ceiling_goes_by_the_device_that_has_the_least(
     answer: Answer | None, left: int
 ) -> None:
-    crew: Any = Told(answer)
-    assert RankedGauge(crew, 4, Says()).read().available_bytes == left
-    assert crew.messages == [Read(engine=4)]
+    team: Any = Told(answer)
+    assert RankedGauge(team, Says()).read().available_bytes == left
+    assert team.called == ["read_memory"]
 
 
 def test_a_device_that_does_not_say_how_much_it_has_left_is_an_error() -> None:
-    crew: Any = Told(Failed(MemoryUnavailable("CUDA device 1 is not there any more")))
+    team: Any = Told(Failed(MemoryUnavailable("CUDA device 1 is not there any more")))
     with pytest.raises(MemoryUnavailable, match="device 1 is not there"):
-        RankedGauge(crew, 4, Says()).read()
+        RankedGauge(team, Says()).read()
 
 
 class Closing:

@@ -50,7 +50,7 @@ def by_option(gpu: Gpu, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         assert gpu.current == 1, "the user's choice"
         torch.cuda.set_device(0)
         assert llm._ranks is not None
-        folder.crew = llm._ranks.crew
+        folder.crew = llm._ranks.workers
         yield llm, folder
     assert not torch.distributed.is_initialized()
 
@@ -115,7 +115,7 @@ def test_who_makes_room_goes_on_with_the_same_tokens(folder: Folder) -> None:
     with folder.ranked("llama", kv_cache_memory_bytes=40 * 1024, swap_space="1MiB") as llm:
         llm.engine.scheduler.costs.note_step = lambda *_: None  # type: ignore[method-assign]
         assert texts(llm.generate(PROMPTS, params, observe=Watch(llm))) == want
-        assert llm.engine.scheduler.stats.num_swaps > 0
+        assert llm.engine.scheduler.statistics.num_swaps > 0
 
 
 def test_a_step_waits_once_and_copies_once(folder: Folder, gpu: Gpu) -> None:

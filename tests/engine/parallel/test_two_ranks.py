@@ -122,7 +122,7 @@ def test_who_makes_room_goes_on_with_the_same_tokens(
                 llm.engine.scheduler.preempt_youngest(spare_oldest=True)
 
         assert texts(llm.generate(PROMPTS, params, observe=crowd)) == expected
-        stats = llm.engine.scheduler.stats
+        stats = llm.engine.scheduler.statistics
         assert stats.num_preemptions > 0
         assert (stats.num_swaps > 0) == bool(options)
 

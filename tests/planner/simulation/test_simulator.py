@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.fleets import CACHES, FULL, WINDOW, fleet_of, request, spec_of
+from quire.engine.scheduling import headroom
 from quire.planner.simulation.replica import ROUTES
 from quire.planner.simulation.result import Goals, SimulationResult
-from quire.planner.simulation.simulator import simulate
+from quire.planner.simulation.simulator import make_replica, simulate
 from quire.traces import TraceRequest
 
 GOALS = Goals(ttft_s=0.5, tpot_s=0.03)
@@ -97,8 +98,6 @@ def test_steps_taken_together_give_the_same_figures(
 @pytest.mark.parametrize("case", CACHES)
 def test_a_long_decode_is_taken_together(case: str) -> None:
     """Else the comparison above would compare nothing."""
-    from quire.planner.simulation.simulator import make_replica
-
     replica = make_replica(fleet_of(case), lambda _: None)
     plans = []
     replica.engine.watch = plans.append
@@ -106,6 +105,21 @@ def test_a_long_decode_is_taken_together(case: str) -> None:
     replica.run_until(float("inf"))
     assert replica.num_steps == 300
     assert len(plans) < 60
+
+
+def test_admission_knows_how_long_sequences_are_after_a_stride(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lengths are read again after some steps, and the steps of a stride count too."""
+    monkeypatch.setattr(headroom, "_LOOKED_AT", 1)
+    replica = make_replica(fleet_of(max_num_batched_tokens=256), lambda _: None)
+    for number in range(6):
+        replica.add(request(0.0, 20 + number, 200), number)
+    replica.run_until(1.0)
+    assert replica.num_steps > 20
+    running = replica.scheduler._queues.company
+    expected = [sequence.num_tokens for sequence in running._members]
+    assert running.prospects(0).num_tokens.tolist() == expected
 
 
 def test_windows_go_step_by_step_and_come_to_their_end() -> None:

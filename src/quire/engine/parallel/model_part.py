@@ -1,6 +1,6 @@
 """A model of which each rank loads a part, as Transformers' own plan cuts it.
 
-Raises a sentence for what is not cut, before any process is started.
+What cannot be cut is refused before a process is started.
 """
 
 import logging
@@ -11,9 +11,9 @@ from typing import Any, final
 from quire.config import EngineConfig
 from quire.devices import choose_device
 from quire.engine.parallel.leader import LeaderGroup
-from quire.engine.parallel.messages import Assemble, Failed, LoadSaved, Look, Unload
+from quire.engine.parallel.messages import Call, Failed
 from quire.engine.parallel.process_group import meeting
-from quire.engine.parallel.worker_group import WorkerGroup
+from quire.engine.parallel.worker_group import WorkerGroup, nothing
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES, CacheConfig
 from quire.memory import PROVIDERS
@@ -31,16 +31,9 @@ log = logging.getLogger(__name__)
 class PartedModel:
     """The rest of a model, in other ranks. ``close`` ends them if they were started for it."""
 
-    def __init__(self, crew: WorkerGroup, model: int, *, owns_crew: bool) -> None:
-        self._crew, self._model, self._owns_crew = crew, model, owns_crew
-
-    @property
-    def num_ranks(self) -> int:
-        return self._crew.num_ranks
-
-    @property
-    def crew(self) -> WorkerGroup:
-        return self._crew
+    def __init__(self, workers: WorkerGroup, model: int, *, owns_workers: bool) -> None:
+        self.workers, self.num_ranks = workers, workers.num_ranks
+        self.model, self._owns_workers = model, owns_workers
 
     def team(
         self,
@@ -50,28 +43,17 @@ class PartedModel:
         config: EngineConfig,
         residency: Residency = "on-demand",
     ) -> LeaderGroup:
-        """The others, ready for an engine. Raises: ConfigError, MemoryUnavailable, RankLost."""
-        return LeaderGroup(
-            self._crew,
-            Assemble(
-                engine=self._crew.new_name(),
-                model=self._model,
-                spec=spec,
-                strategy=strategy,
-                sizes=sizes,
-                config=config,
-                residency=residency,
-            ),
-        )
+        """Assemble an engine in each rank. Raises: ConfigError, MemoryUnavailable, RankLost."""
+        return LeaderGroup(self.workers, self.model, spec, strategy, sizes, config, residency)
 
     def share_of(self, machine: Machine) -> Machine:
-        """A rank's part of where rank 0 is; of CUDA devices the one with the least left.
+        """Return a rank's share of a machine, with the CUDA device that has the least memory left.
 
-        Raises: MemoryUnavailable where one of them does not say how much it has; RankLost.
+        Raises: MemoryUnavailable where a device cannot be read; RankLost.
         """
         if machine.device is None:
             return machine.share(self.num_ranks)
-        _, answers = self._crew.all_of(Look(model=self._model), _nothing)
+        _, answers = self.workers.all_of(Call("read_device", (self.model,)), nothing)
         devices = [machine.device]
         for answer in answers:
             if isinstance(answer, Failed):
@@ -81,10 +63,11 @@ class PartedModel:
         return replace(machine, device=min(devices, key=lambda device: device.free_bytes))
 
     def close(self) -> None:
-        if self._owns_crew:
-            self._crew.close()
+        """End the ranks that were started for the model; others only unload it."""
+        if self._owns_workers:
+            self.workers.close()
         else:
-            self._crew.try_tell(Unload(model=self._model))
+            self.workers.try_tell(Call("unload", (self.model,)))
 
 
 def load_parts(
@@ -94,37 +77,31 @@ def load_parts(
     device: str = "auto",
     dtype: str = "auto",
     show_progress: bool = False,
-    crew: WorkerGroup | None = None,
+    workers: WorkerGroup | None = None,
 ) -> LoadedModel:
-    """Rank 0's part of a folder or a hub name, the others loaded beside it.
+    """Load rank 0's part of a folder or a hub name, beside the other ranks'.
 
-    ``device`` is as the engine's option: on CUDA each rank has the device of its number.
-
-    ``crew``: ranks that are there already; without, they are started, and end with the model.
+    ``device`` is the engine's option: on CUDA each rank has the device of its number. ``workers``
+    are started, and end with the model, if none are given.
 
     Raises: ConfigError, UnsupportedModel, ModelNotLoadable, RankLost.
     """
     folder = find_folder(name)
     config, spec = read_config(str(folder or name), folder)
     part_spec(str(folder or name), config, spec, num_ranks)  # raises before anything is started
-    started = None if crew else WorkerGroup(num_ranks, choose_device(device).type).start()
-    ranks = started or crew
-    assert ranks is not None
-    model = ranks.new_name()
+    ranks = workers or WorkerGroup(num_ranks, choose_device(device).type).start()
+    parted = PartedModel(ranks, ranks.new_name(), owns_workers=workers is None)
+
+    def load_own() -> LoadedModel:
+        return load_part(
+            name, dtype=dtype, rank=0, num_ranks=num_ranks, show_progress=show_progress
+        )
+
     try:
-        message = LoadSaved(model=model, name="" if name is None else str(name), dtype=dtype)
-
-        def load_own() -> LoadedModel:
-            return load_part(
-                name, dtype=dtype, rank=0, num_ranks=num_ranks, show_progress=show_progress
-            )
-
-        loaded = ranks.required(message, load_own)
+        call = Call("load", (parted.model, "" if name is None else str(name), dtype))
+        loaded = ranks.required(call, load_own)
     except BaseException:
-        if started is not None:
-            started.close()
-        else:
-            ranks.try_tell(Unload(model=model))  # where it is loaded all the same
+        parted.close()  # a rank may have loaded it all the same
         raise
     if loaded.spec.bytes_per_token == spec.computed_in(loaded.dtype).bytes_per_token:
         log.warning(
@@ -132,13 +109,13 @@ def load_parts(
             "them: KV memory is not less than in one process",
             loaded.name,
         )
-    return replace(loaded, ranks=PartedModel(ranks, model, owns_crew=started is not None))
+    return replace(loaded, ranks=parted)
 
 
 def load_part(
     name: str | Path | None, *, dtype: str, rank: int, num_ranks: int, show_progress: bool = False
 ) -> LoadedModel:
-    """One rank's part; all ranks do this together."""
+    """Load one rank's part. All ranks do so together."""
     with meeting(rank):
         loaded = load(
             name or None,
@@ -152,7 +129,7 @@ def load_part(
 
 
 def refuse_options(config: EngineConfig, model: Any, provider: object = None) -> None:
-    """Raises: ConfigError for what several ranks cannot have."""
+    """Refuse options that several ranks cannot have. Raises: ConfigError."""
     option = f"tensor_parallel_size={config.tensor_parallel_size}"
     if isinstance(model, LoadedModel):
         there = 1 if model.ranks is None else model.ranks.num_ranks
@@ -195,10 +172,3 @@ def refuse_options(config: EngineConfig, model: Any, provider: object = None) ->
             f"{option}: speculative_config: a draft model would lie in rank 0 alone, whose memory "
             f'would be another than the others\': use {{"method": "ngram", …}}'
         )
-
-
-def _nothing() -> None:
-    """Rank 0 has no part in it."""
-
-
-__all__ = ["PartedModel", "load_part", "load_parts", "refuse_options"]

@@ -1,7 +1,7 @@
 """The ranks of a model on one machine, as torch.distributed sees them: by gloo, or NCCL on CUDA.
 
-They find each other through a file in a folder that only this user can read: no port is opened for
-it, and no variable of the environment says where.
+The ranks find each other through a file in a folder that only this user can read. They open no
+port for it, and no environment variable names it.
 """
 
 import logging
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,7 @@ from torch._C._distributed_c10d import FileStore
 
 from quire.config import as_rank, names_threads
 from quire.devices import on_device
-from quire.engine.parallel.messages import Join
 from quire.errors import ConfigError
-
-# -- torch.distributed -----------------------------------------------------------------------------
-
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +27,7 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def refuse_ranks(num_ranks: int, device_type: str) -> None:
-    """Raises: ConfigError where this process, or this machine, cannot have so many ranks."""
+    """Refuse more ranks than this process or machine can have. Raises: ConfigError."""
     option = f"tensor_parallel_size={num_ranks}"
     if not dist.is_available():
         raise ConfigError(f"{option}: this build of torch has no torch.distributed")
@@ -63,72 +60,70 @@ def refuse_ranks(num_ranks: int, device_type: str) -> None:
 
 @contextmanager
 def meeting(rank: int) -> Iterator[None]:
-    """For whatever makes groups of ranks: joining, and loading a model's part.
+    """Let a rank join, or load its part of a model, with the device of its number as current one.
 
-    The device of its number becomes the current one. In rank 0, which is the user's process, that
-    ends here.
+    In rank 0, which is the user's process, the current device is restored.
     """
     with as_rank(rank, _LOOPBACK), nullcontext() if rank else _current_device_kept():
         yield
 
 
 def _current_device_kept() -> AbstractContextManager[object]:
-    """Without CUDA, or before it is used, no device has been chosen."""
+    """Restore the current CUDA device, if CUDA is in use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext()
     return on_device(torch.device("cuda", torch.cuda.current_device()))
 
 
-def join(message: Join) -> None:
-    """Raises: RuntimeError where the others do not come in time."""
+def join(rank: int, num_ranks: int, store: Path, device_type: str, timeout_s: float) -> None:
+    """Join the process group. ``store`` is a file that all ranks can see.
+
+    Raises: RuntimeError where the other ranks do not join within ``timeout_s`` seconds.
+    """
     device = None
-    with meeting(message.rank):
-        if message.device_type == "cuda":
-            torch.cuda.set_device(message.rank)
-            device = torch.device("cuda", message.rank)
+    with meeting(rank):
+        if device_type == "cuda":
+            torch.cuda.set_device(rank)
+            device = torch.device("cuda", rank)
         dist.init_process_group(
-            dict(_BACKENDS)[message.device_type],
-            store=FileStore(str(message.store), message.num_ranks),
-            rank=message.rank,
-            world_size=message.num_ranks,
-            timeout=timedelta(seconds=message.timeout_s),
+            dict(_BACKENDS)[device_type],
+            store=FileStore(str(store), num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
-        # The first exchange connects them: a rank that cannot be reached is found out here.
+        # The first exchange connects the ranks: one that cannot be reached fails here.
         dist.all_reduce(torch.zeros(1, device=device or "cpu"))
 
 
 def leave() -> None:
-    """Be in no group any more, where all others leave too."""
+    """Leave the process group, as all other ranks do."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def abort() -> None:
-    """End every exchange under way, for a rank that takes part in it is gone. Never raises."""
+    """Abort the exchange under way after a rank has ended. It raises nothing."""
     if not dist.is_initialized():
         return
     try:
         dist.distributed_c10d._abort_process_group()
-    except Exception as error:  # it is the end of the group in any case
+    except Exception as error:
         log.debug("the process group is not aborted: %r", error)
 
 
-# -- ranks' threads --------------------------------------------------------------------------------
-
-# Threads of ranks that share a machine's cores: each computes with its share of them.
-
-
 def share_of_threads(num_ranks: int) -> int | None:
-    """Of those that this process computes with; None where the user has named a number for each."""
+    """Return a rank's share of this process's threads; None where the user has set a number."""
     if names_threads():
         return None
     return max(1, torch.get_num_threads() // num_ranks)
 
 
 def compute_with(num_threads: int) -> Callable[[], None]:
-    """From now on, in this thread and those that begin later. What comes back undoes it, in the
-    same way, unless another number has been set since.
+    """Compute with ``num_threads``, in this thread and in those that begin later.
+
+    Return a function that undoes it, unless another number has been set since.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)

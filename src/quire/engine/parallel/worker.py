@@ -1,7 +1,7 @@
-"""What a rank other than 0 holds, and what it does with it when it is told to.
+"""``Worker``: what a rank other than 0 holds, and its process, which carries out rank 0's calls.
 
-It has the same storage, the same runner and the same place for saved entries as rank 0, each for
-its own heads. Its accounting stays empty: it only says of which size everything is.
+A worker has the same storage, runner and swap space as rank 0, each for its own heads. Its
+accounting stays empty: it only has the sizes.
 """
 
 import logging
@@ -9,60 +9,38 @@ import os
 import pickle
 import shutil
 import threading
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, final
 
 import torch
 
 from quire.attention import AttentionBackend, AttentionBatch
+from quire.config import EngineConfig
 from quire.devices import give_back_unused
 from quire.engine.assembly import prepare
 from quire.engine.kv_budget import named_memory
 from quire.engine.kv_cache import KVCache, MakePair
-from quire.engine.parallel.messages import (
-    EXCHANGES,
-    Answer,
-    Apply,
-    Asked,
-    Assemble,
-    CloseStorage,
-    Compute,
-    Disassemble,
-    Done,
-    DropSaved,
-    Expect,
-    Failed,
-    Follow,
-    Go,
-    Heard,
-    Join,
-    Leave,
-    LoadSaved,
-    Look,
-    MakeStorage,
-    Message,
-    OpenSwap,
-    Prefault,
-    PutBack,
-    Read,
-    Rest,
-    SaveEntries,
-    Tended,
-    Unload,
-)
+from quire.engine.parallel.messages import Answer, Call, Done, Failed, Heard, Leave
 from quire.engine.parallel.model_part import load_part
 from quire.engine.parallel.process_group import compute_with, join, leave
 from quire.engine.runner import ModelRunner
 from quire.engine.swap.kv_mover import KVMover, make_mover
 from quire.errors import QuireError
-from quire.memory.by_device import gauge_for, machine_for, make_resident
-from quire.memory.residency import Resident
+from quire.kv import CacheConfig, StorageOp
+from quire.kv.interface import Slots
+from quire.memory.by_device import gauge_for, machine_for, make_resident, memory_for
+from quire.memory.machine import DeviceMemory
+from quire.memory.machine.readings import MemoryReading
+from quire.memory.residency import Residency, Resident
 from quire.models.loader import LoadedModel
 from quire.models.step_inputs import HostInputs
+from quire.spec import ModelSpec
 
-# -- the worker ------------------------------------------------------------------------------------
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -78,16 +56,9 @@ class _Engine:
     runner: ModelRunner | None = None
     mover: KVMover | None = None
 
-    def make_storage(self) -> None:
-        if self.kv is None:
-            self.kv = KVCache(self.make_pair)
-            self.runner = ModelRunner(self.loaded, self.kv, self.backend)
-        else:  # rank 0 begins again
-            self.kv.accounting, self.kv.storage = self.make_pair()
-
     def close(self) -> None:
-        with ExitStack() as parts:  # all of them, whatever one raises
-            parts.callback(self.resident.rest, short=True)  # what was kept for it is of no use now
+        with ExitStack() as parts:  # every part is closed, even if one raises
+            parts.callback(self.resident.rest, short=True)
             if self.kv is not None:
                 parts.callback(self.kv.close)
             if self.mover is not None:
@@ -97,55 +68,165 @@ class _Engine:
 
 @final
 class Worker:
-    """One rank."""
+    """One rank. ``LeaderGroup``, ``PartedModel`` and ``WorkerGroup`` call its methods."""
 
     def __init__(self) -> None:
         self.rank, self._num_ranks = -1, 0
         self._models: dict[int, LoadedModel] = {}
         self._engines: dict[int, _Engine] = {}
 
-    def do(self, message: Message) -> Any:
-        """What comes of it. Raises: whatever it is that keeps it from being done."""
-        match message:
-            case Join():
-                self.rank, self._num_ranks = message.rank, message.num_ranks
-                if message.num_threads is not None:
-                    compute_with(message.num_threads)
-                join(message)
-            case LoadSaved():
-                self._models[message.model] = load_part(
-                    message.name, dtype=message.dtype, rank=self.rank, num_ranks=self._num_ranks
-                )
-            case Look():
-                device = self._models[message.model].model.device
-                give_back_unused(device)  # of a step that was tried
-                return machine_for(device).device
-            case Unload():
-                give_back_unused(self._models.pop(message.model).device)
-            case Assemble():
-                self._engines[message.engine] = self._assemble(message)
-            case Disassemble():
-                self._disassemble(message)
-            case OpenSwap():
-                engine = self._engines[message.engine]
-                engine.mover = make_mover(
-                    _there(engine.kv), message.path, engine.max_model_len, engine.loaded.device
-                )
-            case Heard() | Leave():
-                raise AssertionError(f"{message} is not to be done")
-            case _:
-                return self._step(self._engines[message.engine], message)
-        return None
+    def join(
+        self,
+        rank: int,
+        num_ranks: int,
+        store: Path,
+        device_type: str,
+        timeout_s: float,
+        num_threads: int | None,
+    ) -> None:
+        """Meet the other ranks. ``num_threads`` compute here; None: as many as torch takes."""
+        self.rank, self._num_ranks = rank, num_ranks
+        if num_threads is not None:
+            compute_with(num_threads)
+        join(rank, num_ranks, store, device_type, timeout_s)
 
-    def go_on(self, message: Message) -> None:
-        """After the answer: have pages for the next step, while the device computes this one."""
-        if isinstance(message, Compute) and (engine := self._engines.get(message.engine)):
-            engine.resident.prepare()
+    # -- models ----------------------------------------------------------------------------------
 
-    def committed_bytes(self, message: Message) -> int:
-        """Of the engine that a message is for."""
-        engine = self._engines.get(getattr(message, "engine", -1))
-        return 0 if engine is None or engine.kv is None else engine.kv.committed_bytes
+    def load(self, model: int, name: str, dtype: str) -> None:
+        """Load this rank's part of a model, and call it ``model``."""
+        self._models[model] = load_part(
+            name, dtype=dtype, rank=self.rank, num_ranks=self._num_ranks
+        )
+
+    def read_device(self, model: int) -> DeviceMemory | None:
+        """Return how much memory a model's device has, and has left; None for a CPU."""
+        device = self._models[model].model.device
+        give_back_unused(device)  # after a trial step
+        return machine_for(device).device
+
+    def unload(self, model: int) -> None:
+        """Drop a model that no engine needs."""
+        give_back_unused(self._models.pop(model).device)
+
+    # -- an engine -------------------------------------------------------------------------------
+
+    def assemble(
+        self,
+        engine: int,
+        model: int,
+        spec: ModelSpec,
+        strategy: str,
+        sizes: CacheConfig,
+        config: EngineConfig,
+        residency: Residency,
+    ) -> None:
+        """Prepare to run a model over a cache. ``spec`` is a rank's, with its stored dtypes."""
+        loaded = self._models[model]
+        provider = memory_for(loaded.model.device, config.residency)
+        resident = make_resident(provider, residency, sizes.capacity_bytes)
+        backend, make_pair = prepare(loaded, spec, strategy, sizes, resident.provider, config)
+        self._engines[engine] = _Engine(loaded, backend, make_pair, resident, sizes.max_model_len)
+
+    def disassemble(self, engine: int) -> None:
+        """Close an engine's part, if there is one."""
+        closed = self._engines.pop(engine, None)
+        if closed is not None:
+            device = closed.loaded.device
+            closed.close()
+            del closed  # its attention backend keeps memory, too
+            give_back_unused(device)
+
+    def make_storage(self, engine: int) -> None:
+        """Reserve a cache's memory, for the first time or again. Raises: MemoryUnavailable."""
+        own = self._engines[engine]
+        if own.kv is None:
+            own.kv = KVCache(own.make_pair)
+            own.runner = ModelRunner(own.loaded, own.kv, own.backend)
+        else:
+            own.kv.accounting, own.kv.storage = own.make_pair()
+
+    def close_storage(self, engine: int) -> None:
+        """Give every page of a cache back."""
+        self._kv(engine).storage.close()
+
+    def apply(self, engine: int, changes: Iterable[StorageOp]) -> int:
+        """Carry out what accounting decided. Return the bytes that are committed then."""
+        self._kv(engine).storage.apply(changes)
+        return self.committed_bytes(engine)
+
+    def committed_bytes(self, engine: int) -> int:
+        """Return the bytes that a cache has committed; 0 if it has no storage."""
+        kv = self._engines[engine].kv
+        return 0 if kv is None else kv.committed_bytes
+
+    def go(self, engine: int, way: str) -> None:
+        """Run the model in this way. Raises: UnsupportedModel."""
+        self._runner(engine).go(way)
+
+    def expect(self, engine: int, max_tokens: int) -> None:
+        """Compute what the model itself says of the trial's tokens."""
+        self._runner(engine).make_trial(max_tokens).expect()
+
+    def compute(self, engine: int, batches: Iterable[Any], given: HostInputs) -> None:
+        """Run one forward pass. Rank 0 takes the logits.
+
+        Shapes of a batch: query_starts i64[S + 1], context_lens i64[S], tables i64[S, P],
+        slots i64[T], and the block size.
+        """
+        several = [
+            AttentionBatch(
+                query_starts=query_starts,
+                context_lens=context_lens,
+                tables=torch.from_numpy(tables),
+                slots=torch.from_numpy(slots),
+                block_size=block_size,
+            )
+            for query_starts, context_lens, tables, slots, block_size in batches
+        ]
+        self._runner(engine).compute(several, given)
+
+    def go_on(self, call: Call) -> None:
+        """Prepare pages for the next step after the answer, while the device computes."""
+        if call.method == "compute" and call.args[0] in self._engines:
+            self._engines[call.args[0]].resident.prepare()
+
+    # -- swap, and memory around the cache -------------------------------------------------------
+
+    def open_swap(self, engine: int, path: str | None) -> None:
+        """Have swap space in host memory, or in a file of that folder. Raises: ConfigError."""
+        own = self._engines[engine]
+        own.mover = make_mover(self._kv(engine), path, own.max_model_len, own.loaded.device)
+
+    def save(self, engine: int, seq_id: int, slots: Sequence[Slots]) -> None:
+        """Copy out a sequence's entries in these slots i64[T] of each group."""
+        self._mover(engine).save(seq_id, slots)
+
+    def put_back(
+        self, engine: int, seq_id: int, slots: Sequence[Slots], num_skipped: Sequence[int]
+    ) -> None:
+        """Copy entries back into slots i64[T] of each group, without the first ``num_skipped``."""
+        self._mover(engine).put_back(seq_id, slots, num_skipped)
+
+    def drop(self, engine: int, seq_ids: Sequence[int]) -> None:
+        """Drop the saved entries of these sequences."""
+        self._mover(engine).drop(seq_ids)
+
+    def prefault(self, engine: int) -> None:
+        """Back the capacity with pages, and keep them in use. Raises: MemoryUnavailable."""
+        self._engines[engine].resident.prefault()
+        self._engines[engine].resident.watch()
+
+    def follow(self, engine: int, ceiling_bytes: int) -> None:
+        """Keep nothing above the ceiling (bytes)."""
+        self._engines[engine].resident.follow(ceiling_bytes)
+
+    def rest(self, engine: int, short: bool) -> None:
+        """Give back what is kept around the cache: the engine is idle, or memory is short."""
+        self._engines[engine].resident.rest(short=short)
+
+    def read_memory(self, engine: int) -> MemoryReading:
+        """Return how much memory is left where the cache lies."""
+        return gauge_for(self._engines[engine].loaded.device).read()
 
     def close(self) -> None:
         """Give back all that is held."""
@@ -154,143 +235,75 @@ class Worker:
         self._engines.clear()
         self._models.clear()
 
-    def _step(self, engine: _Engine, message: Asked | Tended) -> Any:
-        if isinstance(message, Tended):
-            return _tend(engine, message)
-        if isinstance(message, MakeStorage):
-            engine.make_storage()
-            return None
-        kv, runner = _there(engine.kv), _there(engine.runner)
-        match message:
-            case Apply():
-                kv.storage.apply(message.changes)
-                return kv.committed_bytes
-            case CloseStorage():
-                kv.storage.close()
-            case Go():
-                runner.go(message.way)
-            case Expect():
-                runner.make_trial(message.max_tokens).expect()
-            case Compute():
-                self._compute(runner, message)
-            case SaveEntries():
-                _there(engine.mover).save(message.seq_id, message.slots)
-            case PutBack():
-                _there(engine.mover).put_back(message.seq_id, message.slots, message.num_skipped)
-            case DropSaved():
-                _there(engine.mover).drop(message.seq_ids)
-        return None
+    def _kv(self, engine: int) -> KVCache:
+        kv = self._engines[engine].kv
+        assert kv is not None, "make_storage comes first"
+        return kv
 
-    def _disassemble(self, message: Disassemble) -> None:
-        closed = self._engines.pop(message.engine, None)
-        if closed is not None:
-            device = closed.loaded.device
-            closed.close()
-            del closed  # what attends in it keeps memory, too
-            give_back_unused(device)
+    def _runner(self, engine: int) -> ModelRunner:
+        runner = self._engines[engine].runner
+        assert runner is not None, "make_storage comes first"
+        return runner
 
-    def _assemble(self, message: Assemble) -> _Engine:
-        loaded = self._models[message.model]
-        sizes, config = message.sizes, message.config
-        provider = named_memory(config, loaded.model.device)
-        resident = make_resident(provider, message.residency, sizes.capacity_bytes)
-        backend, make_pair = prepare(
-            loaded, message.spec, message.strategy, sizes, resident.provider, config
-        )
-        return _Engine(loaded, backend, make_pair, resident, sizes.max_model_len)
-
-    def _compute(self, runner: ModelRunner, step: Compute) -> None:
-        batches = [
-            AttentionBatch(
-                query_starts=batch.query_starts,
-                context_lens=batch.context_lens,
-                tables=torch.from_numpy(batch.tables),
-                slots=torch.from_numpy(batch.slots),
-                block_size=batch.block_size,
-            )
-            for batch in step.batches
-        ]
-        given = HostInputs(
-            token_ids=step.token_ids, positions=step.positions, logits_at=step.logits_at
-        )
-        runner.compute(batches, given)
-
-
-def _tend(engine: _Engine, message: Tended) -> Any:
-    match message:
-        case Prefault():
-            engine.resident.prefault()
-            engine.resident.watch()
-        case Follow():
-            engine.resident.follow(message.ceiling_bytes)
-        case Rest():
-            engine.resident.rest(short=message.short)
-        case Read():
-            return gauge_for(engine.loaded.device).read()
-    return None
-
-
-def _there(part: Any) -> Any:
-    """What rank 0 has asked for before."""
-    assert part is not None, "a message came before the one that it needs"
-    return part
+    def _mover(self, engine: int) -> KVMover:
+        mover = self._engines[engine].mover
+        assert mover is not None, "open_swap comes first"
+        return mover
 
 
 # -- its process -----------------------------------------------------------------------------------
 
-# The process of a rank other than 0: it does one thing after the other, until it may leave.
-#
-# ``crew`` starts it and speaks with it; what it does is in ``follower``.
 
-
-log = logging.getLogger(__name__)
-
-_NOT_HEARD = 70  # the exit code of a rank that has failed alone, for which others may wait
+_NOT_HEARD = 70  # the exit code of a rank that failed alone in an exchange
 
 
 def main(channel: int, lifeline: int, folder: str, grace_s: float) -> None:
-    """``lifeline`` is a pipe that ends with rank 0, whose ``folder`` is cleared away then."""
+    """Run a worker. ``lifeline`` is a pipe that ends with rank 0; ``folder`` is removed then."""
     threading.Thread(
         target=_end_with, args=(lifeline, folder), name="quire-lifeline", daemon=True
     ).start()
-    logging.basicConfig(level=logging.ERROR)  # what rank 0 logs too need not be said twice
+    logging.basicConfig(level=logging.ERROR)  # rank 0 logs the rest
     if not follow(Connection(channel), grace_s):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def follow(channel: "Connection[Any, Any]", grace_s: float) -> bool:
-    """Answer messages until one says to leave; False if rank 0 is gone without a word."""
-    follower = Worker()
-    _tell(channel, Done())  # it is there
+    """Answer calls until ``Leave``. Return False if rank 0 ended without it."""
+    worker = Worker()
+    _tell(channel, Done())  # the process is ready
     while True:
         try:
             message = pickle.loads(channel.recv_bytes())
         except (EOFError, OSError):
             return False
         if isinstance(message, Leave):
-            follower.close()
+            worker.close()
             leave()
             return True
         if isinstance(message, Heard):
             continue
-        answer = _answer(follower, message)
+        answer = _answer(worker, message)
         _tell(channel, answer)
-        failed = isinstance(answer, Failed) and isinstance(message, EXCHANGES)
-        # If it failed in all ranks at the same place, rank 0 says so at once. If not, the others
-        # wait in an exchange that will never be: they are freed by the end of this one.
+        failed = isinstance(answer, Failed) and message.is_exchange
+        # If all ranks failed at the same place, rank 0 sends ``Heard`` at once. If not, the others
+        # wait in an exchange without this rank: the end of its process frees them.
         if failed and not channel.poll(grace_s):
-            log.error("%s failed in this rank alone, which ends", type(message).__name__)
+            log.error("%s failed in this rank alone, which ends", message.method)
             os._exit(_NOT_HEARD)
-        follower.go_on(message)
+        worker.go_on(message)
 
 
-def _answer(follower: Worker, message: Any) -> Answer:
+def _answer(worker: Worker, call: Call) -> Answer:
     try:
-        return Done(follower.do(message))
+        return Done(getattr(worker, call.method)(*call.args))
     except Exception as error:
-        own = isinstance(error, QuireError)
-        told = error if own else RuntimeError(f"rank {follower.rank}: {error!r}")
-        return Failed(told, follower.committed_bytes(message))
+        told = (
+            error
+            if isinstance(error, QuireError)
+            else RuntimeError(f"rank {worker.rank}: {error!r}")
+        )
+        committed = worker.committed_bytes(call.args[0]) if call.method == "apply" else None
+        return Failed(told, committed)
 
 
 def _tell(channel: "Connection[Any, Any]", answer: Answer) -> None:

@@ -1,9 +1,8 @@
-"""``WorkerGroup``: the other ranks' processes, as rank 0 speaks with them.
+"""``WorkerGroup``: the processes of the other ranks, and how rank 0 calls them.
 
-They are started without running the user's script again, live in a session of their own (a Ctrl-C
-is rank 0's), and end with rank 0, however it ends. Where one of them ends, or does not answer, the
-others are ended and nothing waits for ever: ``RankLost`` says which it was. What they do,
-``follower`` knows.
+The processes are started without running the user's script again. They live in a session of their
+own, so that Ctrl-C reaches rank 0 alone, and they end with rank 0, however it ends. Where one ends
+or does not answer, the others are ended and ``RankLost`` names it. ``worker`` has what they do.
 """
 
 import logging
@@ -24,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar, final
 
-from quire.engine.parallel.messages import EXCHANGES, Answer, Failed, Heard, Join, Leave, Message
+from quire.engine.parallel.messages import Answer, Call, Failed, Heard, Leave
 from quire.engine.parallel.process_group import (
     abort,
     compute_with,
@@ -38,9 +37,9 @@ from quire.errors import RankLost
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-GRACE_S = 60.0  # for an answer, after rank 0's own part has failed; and to end
-EXCHANGE_S = 600.0  # for one exchange of a step; a kernel may have to be compiled meanwhile
-_LOADING_S = 7200.0  # for what reads files, or takes all memory
+GRACE_S = 60.0  # for an answer after rank 0's own part has failed, and for a process to end
+EXCHANGE_S = 600.0  # for one exchange of a step, in which a kernel may be compiled
+_LOADING_S = 7200.0  # for a call that reads files, or takes all memory
 _START = (
     "import sys; sys.path[:] = {path!r}; "
     "from quire.engine.parallel.worker import main; "
@@ -50,7 +49,7 @@ _START = (
 
 @final
 class WorkerGroup:
-    """Ranks 1 … ``num_ranks`` - 1. One thread at a time tells them something."""
+    """Ranks 1 … ``num_ranks`` - 1. One thread at a time calls them."""
 
     def __init__(self, num_ranks: int, device_type: str = "cpu", grace_s: float = GRACE_S) -> None:
         self.num_ranks, self.device_type = num_ranks, device_type
@@ -62,14 +61,14 @@ class WorkerGroup:
         self._finalizer: weakref.finalize[..., WorkerGroup] | None = None
 
     def start(self) -> "WorkerGroup":
-        """Start them, and let all of them meet.
+        """Start the processes, and let all ranks meet.
 
-        Raises: ConfigError where there cannot be so many; RankLost where one does not come up.
+        Raises: ConfigError for too many ranks; RankLost where one does not start.
         """
         refuse_ranks(self.num_ranks, self.device_type)
         folder = tempfile.mkdtemp(prefix="quire-ranks-")
-        ours, theirs = os.pipe()[::-1]  # nothing is written there: it ends when rank 0 does
-        undo = ExitStack()  # last of all
+        ours, theirs = os.pipe()[::-1]  # never written to: the pipe ends with rank 0
+        undo = ExitStack()
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         self._finalizer = weakref.finalize(self, _end, self._members, self._fate, ours, undo)
         _in_forks(weakref.WeakMethod(self._leave_to_parent), ours)
@@ -78,7 +77,7 @@ class WorkerGroup:
             for rank in range(1, self.num_ranks):
                 self._members.append(self._start(rank, theirs, folder))
             self._fate.watch()
-            for member in self._members:  # each says when it is there, before all of them meet
+            for member in self._members:  # each answers once when it is ready
                 self._answer(member, EXCHANGE_S)
             if share is not None:
                 undo.callback(compute_with(share))
@@ -91,51 +90,44 @@ class WorkerGroup:
         return self
 
     def new_name(self) -> int:
-        """For a model or an engine."""
+        """Return a number for a model or an engine."""
         return next(self._names)
 
-    def together(self, message: Message, own: Callable[[], T]) -> T:
-        """Let the others do what a message says, while rank 0 does its ``own`` part of it.
+    def all_of(self, call: Call, own: Callable[[], T]) -> tuple[T, list[Answer]]:
+        """Have the other ranks carry out a call while rank 0 carries out its ``own`` part.
 
-        Raises: what rank 0's part raises; else what another rank's part did, and rank 0's is done;
-        RankLost where one has ended or does not answer.
-        """
-        return self.all_of(message, own)[0]
-
-    def all_of(self, message: Message, own: Callable[[], T]) -> tuple[T, list[Answer]]:
-        """As ``together``, with all answers, among them those that say that it is not done.
-
-        Raises: what rank 0's part raises; RankLost.
+        Return what that part returned, and all answers. Raises: what rank 0's part raises; RankLost
+        where a rank has ended or does not answer.
         """
         with self._lock, self._fate.shared_by_all():
-            self._tell(message)
+            self._tell(call)
             try:
                 value = own()
             except Exception:
-                waits = isinstance(message, EXCHANGES)  # perhaps for rank 0, and so for ever
-                self._answers(message, self._grace_s if waits else _LOADING_S)
+                # In an exchange a rank may wait for rank 0's part, which will not come.
+                self._answers(call, self._grace_s if call.is_exchange else _LOADING_S)
                 raise
-            return value, self._answers(message, _LOADING_S)
+            return value, self._answers(call, _LOADING_S)
 
-    def required(self, message: Message, own: Callable[[], T]) -> T:
-        """``all_of``, where an answer that says that it is not done is raised."""
-        value, answers = self.all_of(message, own)
+    def required(self, call: Call, own: Callable[[], T]) -> T:
+        """Call as ``all_of`` does. Raises: what any rank raises; RankLost."""
+        value, answers = self.all_of(call, own)
         for answer in answers:
             if isinstance(answer, Failed):
                 raise answer.error
         return value
 
-    def try_tell(self, message: Message) -> None:
-        """For what is given back: nothing is raised, for a lost rank has nothing any more."""
+    def try_tell(self, call: Call) -> None:
+        """Call what gives something back. It raises nothing: a lost rank has nothing left."""
         if self.lost is None:
             try:
-                self.required(message, _nothing)
+                self.required(call, nothing)
             except Exception as error:
                 log.debug("the ranks are not told: %r", error)
 
     @property
     def lost(self) -> str | None:
-        """Why they are of no use any more, if so."""
+        """Why the ranks cannot be called any more, or None."""
         return self._fate.reason
 
     @property
@@ -143,16 +135,16 @@ class WorkerGroup:
         return [member.process.pid for member in self._members]
 
     def close(self) -> None:
-        """End them, and be in no group any more. A second call does nothing."""
+        """End the processes, and leave their process group. A second call does nothing."""
         with self._lock:
             if self._finalizer is not None:
                 self._finalizer()
 
     def _leave_to_parent(self, lifeline: int) -> None:
-        """In a forked child: the ranks are its parent's, and do not live for its sake."""
+        """Close a forked child's copies of the channels: the ranks are its parent's."""
         if self._finalizer is None or self._finalizer.detach() is None:
             return
-        self._lock = threading.RLock()  # of a thread that is not here, perhaps
+        self._lock = threading.RLock()  # a thread of the parent may hold the old one
         self._fate.leave_to_parent()
         os.close(lifeline)
         for member in self._members:
@@ -177,30 +169,21 @@ class WorkerGroup:
         return _Member(rank, process, Connection(ours.detach()))
 
     def _meet(self, store: Path, num_threads: int | None) -> None:
-        def message(rank: int) -> Join:
-            return Join(
-                rank=rank,
-                num_ranks=self.num_ranks,
-                store=store,
-                device_type=self.device_type,
-                timeout_s=EXCHANGE_S,
-                num_threads=num_threads,
-            )
-
+        shared = self.num_ranks, store, self.device_type, EXCHANGE_S
         for member in self._members:
-            member.tell(message(member.rank))
+            member.tell(Call("join", (member.rank, *shared, num_threads)))
         try:
-            join(message(0))
+            join(0, *shared)
         except Exception as error:
             self._fate.give_up(f"the ranks do not find each other ({error})")
-        for answer in self._answers(message(0), self._grace_s):
+        for answer in self._answers(Call("join"), self._grace_s):
             if isinstance(answer, Failed):
                 self._fate.give_up(f"the ranks do not find each other ({answer.error})")
         self._refuse_if_lost()
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, call: Call) -> None:
         self._refuse_if_lost()
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        data = pickle.dumps(call, pickle.HIGHEST_PROTOCOL)
         for member in self._members:
             try:
                 member.channel.send_bytes(data)
@@ -208,11 +191,11 @@ class WorkerGroup:
                 self._fate.wait_for(member)
                 self._refuse_if_lost()
 
-    def _answers(self, message: Message, patience_s: float) -> list[Answer]:
+    def _answers(self, call: Call, patience_s: float) -> list[Answer]:
         answers = [self._answer(member, patience_s) for member in self._members]
-        if isinstance(message, EXCHANGES):
+        if call.is_exchange:
             for member, answer in zip(self._members, answers, strict=True):
-                # It waits to hear that no rank waits for it; or one did, and it has ended.
+                # A rank that failed waits for ``Heard``, unless it has ended.
                 if isinstance(answer, Failed) and not member.tell(Heard()):
                     self._fate.wait_for(member)
                     self._refuse_if_lost(f" (it had failed: {answer.error})")
@@ -243,21 +226,21 @@ class WorkerGroup:
             )
 
 
-def _nothing() -> None:
-    """Rank 0 has no part in it."""
+def nothing() -> None:
+    """Do nothing: rank 0 has no part in the call."""
 
 
 @final
 class _Member:
-    """One of the others."""
+    """One of the other ranks."""
 
     def __init__(
         self, rank: int, process: "subprocess.Popen[bytes]", channel: "Connection[bytes, bytes]"
     ) -> None:
         self.rank, self.process, self.channel = rank, process, channel
 
-    def tell(self, message: Message) -> bool:
-        """False if it is gone: the call that waits for its answer finds out."""
+    def tell(self, message: Call | Heard | Leave) -> bool:
+        """Send a message. Return False if the process has ended."""
         try:
             self.channel.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         except OSError as error:
@@ -271,23 +254,23 @@ class _Member:
 
 @final
 class _Fate:
-    """Whether all of them live. One that dies takes the others along, so that none waits for it."""
+    """Whether all ranks live. Where one ends, the others are ended, so that none waits for it."""
 
     def __init__(self, members: list[_Member]) -> None:
         self._members = members
         self._lock = threading.Lock()
         self.reason: str | None = None
-        self.is_over = False  # as it should be
+        self.is_over = False  # ended on purpose
 
     def watch(self) -> None:
-        """From now on."""
+        """Watch every process in a thread of its own."""
         for member in self._members:
             threading.Thread(
                 target=self._watch, args=(member,), name=f"quire-rank-{member.rank}", daemon=True
             ).start()
 
     def give_up(self, reason: str) -> None:
-        """End all of them, and every exchange that rank 0 is in."""
+        """End all ranks, and the exchange that rank 0 is in."""
         with self._lock:
             if self.is_over or self.reason is not None:
                 return
@@ -298,14 +281,15 @@ class _Fate:
         abort()
 
     def leave_to_parent(self) -> None:
-        """In a forked child, for which they are lost."""
+        """Count the ranks as lost in a forked child."""
         self._lock = threading.Lock()
         self.reason = f"process {os.getpid()} is a fork, and the ranks are its parent's"
 
     @contextmanager
     def shared_by_all(self) -> Iterator[None]:
-        """For a message and its answers. After an interrupt it is not known how far the others are,
-        and to which message the next answer belongs.
+        """Give up the ranks after an interrupt between a call and its answers.
+
+        It is not known then to which call the next answer belongs.
         """
         try:
             yield
@@ -316,11 +300,11 @@ class _Fate:
             raise
 
     def wait_for(self, member: _Member) -> None:
-        """A member whose channel has ended has ended, or is about to."""
+        """Wait for the end of a member whose channel has ended, and note it."""
         try:
             self._note_end(member, member.process.wait(GRACE_S))
         except subprocess.TimeoutExpired:
-            self.give_up(f"{member} does not speak any more")
+            self.give_up(f"{member} has closed its channel and does not end")
 
     def _watch(self, member: _Member) -> None:
         self._note_end(member, member.process.wait())
@@ -333,7 +317,7 @@ class _Fate:
 
 
 def _in_forks(leave: "weakref.WeakMethod[Callable[[int], None]]", lifeline: int) -> None:
-    """Call a method in each child that is forked from now on, while its object is there."""
+    """Call a method in each child that is forked while the method's object lives."""
 
     def in_child() -> None:
         if (method := leave()) is not None:
@@ -343,7 +327,7 @@ def _in_forks(leave: "weakref.WeakMethod[Callable[[int], None]]", lifeline: int)
 
 
 def _end(members: list[_Member], fate: _Fate, lifeline: int, undo: ExitStack) -> None:
-    """All of them, without an error."""
+    """End all ranks. It raises nothing."""
     in_order = fate.reason is None
     fate.is_over = True
     for member in members:

@@ -1,1 +1,1 @@
-"""What the scheduler is made of: each module decides one thing, and none of them knows a tensor."""
+"""The parts of the scheduler. Each decides one thing, and none knows a tensor of a model."""

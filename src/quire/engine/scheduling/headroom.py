@@ -1,14 +1,14 @@
-"""How much the running sequences will still grow, learned from the outputs that have ended.
+"""An estimate of how much the running sequences will still grow, from the outputs that have ended.
 
-A newcomer is admitted only if, as far as can be told, all can run to the end beside it. So
-the question is how many bytes all of them together will hold at their peak: some grow while others
-end. How long an output becomes is told by those before it (Kaplan and Meier's estimate: what was
-cut off at its limit, or still runs, counts as *at least* so long), given how long it is already.
+A newcomer is admitted if all sequences are expected to run to their ends beside it. So the question
+is how many bytes all of them will hold at their peak: some grow while others end. The lengths of
+earlier outputs tell how long an output becomes, given its length so far. The estimate is Kaplan and
+Meier's: an output that was cut off at its limit, or still runs, counts as *at least* that long.
 
-Nothing here decides; a wrong guess costs a preemption, or a newcomer's wait.
+A wrong estimate costs a preemption, or lets a newcomer wait; ``admission`` decides.
 
-Source: the estimate of future need is that of LightLLM's past-future scheduler (Gong et al. 2025),
-with expectation and spread in place of drawn lengths.
+Source: LightLLM's past-future scheduler (Gong et al. 2025), with expectation and spread in place of
+drawn lengths.
 """
 
 from collections.abc import Callable
@@ -30,14 +30,14 @@ Shares: TypeAlias = npt.NDArray[np.float64]
 Curves: TypeAlias = tuple[Shares, Shares]
 BytesAt: TypeAlias = Callable[[Counts, "Prospects"], Counts]
 
-# Before anything is known, and for ever a little: a few outputs of very different lengths.
+# Outputs that are assumed from the start, so that the first estimates are cautious.
 _PRIOR_TOKENS = (32, 128, 512, 2048)
 _PRIOR_WEIGHT = 0.25  # of each
-_ENDLESS_WEIGHT = 0.25  # something is always longer than all that was seen
-_KEPT = 256  # outputs that are remembered …
-_DECAY = 0.99  # … each for so much less with every one that ends after it
+_ENDLESS_WEIGHT = 0.25  # of an output that is longer than all others
+_KEPT = 256  # outputs that are remembered
+_DECAY = 0.99  # of an output's weight, with each output that ends after it
 _SPREADS = 1.0  # standard deviations that are kept free beyond the expectation
-_NUM_MOMENTS = 32  # at which the need is looked at, besides those at which a limit is reached
+_NUM_MOMENTS = 32  # at which the need is computed, besides those at which a limit is reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,10 @@ class Survival:
     shares: Shares  # f64[N + 1]: of outputs longer than those before the i-th length
 
     def __call__(self, num_tokens: Counts) -> Shares:
-        """Beyond all that is known, as long again is as likely as not."""
+        """Return the shares longer than ``num_tokens``. Past the longest they halve per doubling.
+
+        Shapes: i64[…] to f64[…].
+        """
         longest = self.lengths[-1]
         share = self.shares[np.searchsorted(self.lengths, num_tokens, "right")]
         result: Shares = share * (longest / np.maximum(num_tokens, longest))
@@ -56,22 +59,21 @@ class Survival:
 
 
 class OutputLengths:
-    """The outputs that have ended, the latest ones weighing most."""
+    """The lengths of outputs that have ended. The latest weigh most."""
 
     def __init__(self) -> None:
         self._lengths = np.zeros(_KEPT, np.int64)
-        self._ended = np.zeros(_KEPT, bool)  # by itself; otherwise it was cut off there
+        self._ended = np.zeros(_KEPT, bool)  # False: it was cut off there
         self._count = 0
 
     def note(self, num_tokens: int, *, cut_off: bool) -> None:
+        """Note an output's length, and whether it was ``cut_off`` at its limit."""
         place = self._count % _KEPT
         self._lengths[place], self._ended[place] = num_tokens, not cut_off
         self._count += 1
 
     def survival(self, running: Counts, times: Shares) -> Survival:
-        """As it looks now; ``running``: i64[S], how long outputs are that have not ended, and how
-        many are so long.
-        """
+        """Estimate lengths. Shapes: running i64[S], unfinished lengths; times f64[S], of each."""
         known = min(self._count, _KEPT)
         ages = (self._count - 1 - np.arange(known)) % _KEPT
         lengths = np.concatenate([_PRIOR_TOKENS, self._lengths[:known], running])
@@ -86,72 +88,71 @@ class OutputLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospects:
-    """Sequences side by side, an entry each, or one for several that are about alike: [S]."""
+    """Sequences as arrays [S]: an entry for each, or one for several that are about alike."""
 
-    count: Counts  # i64: for how many it stands; all that follows is of each of them
-    num_tokens: Counts  # i64: that it has, and will hold at the end of this step
+    count: Counts  # i64: sequences that the entry stands for; the rest is of each of them
+    num_tokens: Counts  # i64: tokens at the end of this step
     num_output: Counts  # i64: … of them generated
-    most_output: Counts  # i64: … that it may generate at most
+    most_output: Counts  # i64: … and the most that it may generate
     sure: npt.NDArray[np.bool_]  # nothing but that limit ends it
-    has_room: npt.NDArray[np.bool_]  # it runs; the others are still to come
-    held_bytes: Shares  # f64: what it holds now, by itself, or when it has come …
-    freed_bytes: Shares  # f64: … and what of that goes back if it ends, since no other shares it
+    has_room: npt.NDArray[np.bool_]  # it runs
+    held_bytes: Shares  # f64: what it holds by itself, now or at its admission …
+    freed_bytes: Shares  # f64: … and what of that is freed with it, since no other shares it
 
     @property
     def longest(self) -> Counts:
-        """i64[S]: tokens at most."""
+        """i64[S]: the most tokens of each."""
         return self.num_tokens + self.most_output - self.num_output
 
     @property
     def num_left(self) -> Counts:
-        """i64[S]: steps after this one, at most. Each gets one token a step."""
+        """i64[S]: the most steps after this one, with one token a step."""
         return (self.most_output - self.num_output - 1).clip(0)
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> "Prospects":
+        """Return the chosen entries. Shapes: chosen bool[S], or i64 indices."""
         names = [field.name for field in fields(self)]
         return Prospects(**{name: getattr(self, name)[chosen] for name in names})
 
 
 class Outlook:
-    """How many bytes more sequences will hold together, moment by moment.
+    """How many bytes sequences will hold together beyond those held now, moment by moment.
 
-    What is asked of a newcomer, and what it adds when it has come, takes no look at the others.
+    A newcomer is estimated and added without a look at the others.
     """
 
     def __init__(
         self, prospects: Prospects, survival: Survival, bytes_at: BytesAt, *, horizon: int
     ) -> None:
-        """``bytes_at`` maps i64[S, T] tokens of prospects to bytes; none lasts for more steps than
-        ``horizon``.
-        """
+        """``bytes_at`` maps tokens i64[S, T] to bytes. ``horizon`` is the most steps of any."""
         self._survival, self._bytes_at = survival, bytes_at
-        self.moments = _moments(prospects.num_left, horizon)  # i64[T]: steps from now on
+        self.moments = _moments(prospects.num_left, horizon)  # i64[T]: steps after this one
         self._expected, self._variance = self.curves(prospects)
 
     def need_bytes(self, newcomers: Curves) -> Shares:
-        """f64[T]: bytes by which all, with these, will exceed what they hold now."""
+        """Return f64[T]: bytes by which all, with newcomers, will exceed what they hold now."""
         expected, variance = newcomers
         spread: Shares = np.sqrt(self._variance + variance)
         return self._expected + expected + _SPREADS * spread
 
     def add(self, newcomers: Curves) -> None:
-        """These have come."""
+        """Count newcomers that were admitted."""
         self._expected, self._variance = (
             self._expected + newcomers[0],
             self._variance + newcomers[1],
         )
 
     def curves(self, prospects: Prospects) -> Curves:
-        """f64[T] each: the bytes that are expected beyond those held now, and their variance."""
+        """Return the expected bytes beyond those held now, and their variance: f64[T] each."""
         expected, variance = self.curves_of_each(prospects)
         return expected.sum(axis=0), variance.sum(axis=0)
 
     def curves_of_each(self, prospects: Prospects) -> Curves:
-        """The same of each entry: f64[S, T]."""
+        """Return the expected bytes of each entry, and their variance: f64[S, T] each."""
         output, left = prospects.num_output[:, None], prospects.num_left[:, None]  # [S, 1]
         there = self._survival(output + self.moments) / self._survival(output)
         there[prospects.sure] = 1.0
-        # It is there up to its limit; if that is no moment of ours, up to the next one.
+        # A sequence lasts up to its limit, or up to the moment behind it.
         there *= np.arange(len(self.moments)) <= np.searchsorted(self.moments, left)
         tokens = prospects.num_tokens[:, None] + np.minimum(self.moments, left)
         freed = prospects.freed_bytes[:, None]
@@ -161,49 +162,47 @@ class Outlook:
 
 
 def _moments(num_left: Counts, horizon: int) -> Counts:
-    """Steps from now on at which the need may be greatest: before a limit, and some between."""
+    """Return i64[T]: the steps at which the need may be greatest, before limits and between."""
     between = np.geomspace(1, max(1, horizon), _NUM_MOMENTS).astype(np.int64)
     return np.unique(np.concatenate([[0], num_left, between]))
 
 
 # -- the running set -------------------------------------------------------------------------------
 
-# The running sequences as numbers side by side: what a newcomer's admission is worked out from.
-#
-# What never changes of a sequence is noted when it begins to run, so that asking takes no look at
-# each of them. How long they have become is counted on from one look to the next; the more there
-# are, the more seldom they are looked at.
-
-
 _FIRST_ROOM = 64
-_FEW = 64  # so many are taken one by one; of more, those that are about alike together
-_PER_OCTAVE = 3  # lengths are about alike if they differ by less than this part of a doubling
+_FEW = 64  # sequences that have an entry each; of more, those that are about alike share one
+_PER_OCTAVE = 3  # classes of lengths in a doubling
 _MOST_CLASSES = 64  # of lengths: 21 octaves
-_LOOKED_AT = 256  # sequences whose length is looked at in a step, on average
+_LOOKED_AT = 256  # sequences whose length is read in a step, on average
 
 
 class RunningSet:
-    """Who runs, in any order: the last one takes the place of one that leaves."""
+    """The running sequences as numbers, from which ``Admission`` works.
+
+    A sequence's constants are noted when it begins to run. Its length is counted on with each step
+    and read again now and then: the more sequences there are, the less often.
+    """
 
     def __init__(self, limits: SchedulerLimits, policy: Policy, accounting: Accounting) -> None:
         self.accounting = accounting
-        self.num_left = 0  # that ran and do so no longer
+        self.num_left = 0  # sequences that have run and do not any more
         self.most_bytes = 0  # that all can come to hold
         self._limits, self._grade = limits, policy.grade
-        self._members: list[Sequence] = []
+        self._members: list[Sequence] = []  # the last takes the place of one that leaves
         self._places: dict[int, int] = {}
-        # By place: prompt and most output tokens, whether only its limit ends it, grade, bytes at
-        # most, and tokens when all were last looked at.
+        # By place: prompt and most output tokens, whether only its limit ends it, grade, most
+        # bytes, and the length when it was last read.
         self._numbers = np.zeros((6, _FIRST_ROOM), np.int64)
-        self._num_steps = 0  # since then: each has about so many tokens more
-        self._bytes_at: dict[int, int] = {}  # what one takes by itself that can become so long
-        # Whose prompt is not computed, or had not been at the last look.
+        self._num_steps = 0  # since then; each gave most sequences a token
+        self._bytes_at: dict[int, int] = {}  # most bytes by most tokens
+        # Sequences whose prompt was not computed when lengths were last read.
         self._beginning: set[Sequence] = set()
 
     def __len__(self) -> int:
         return len(self._members)
 
     def join(self, sequence: Sequence) -> None:
+        """Add a sequence that begins to run."""
         place = len(self._members)
         if place == self._numbers.shape[1]:
             self._numbers = np.concatenate([self._numbers, 0 * self._numbers], axis=1)
@@ -222,6 +221,7 @@ class RunningSet:
         self._beginning.add(sequence)
 
     def leave(self, sequence: Sequence) -> None:
+        """Remove a sequence that runs no more."""
         place = self._places.pop(sequence.seq_id)
         self.most_bytes -= int(self._numbers[4, place])
         self.num_left += 1
@@ -233,7 +233,7 @@ class RunningSet:
             self._numbers[:, place] = self._numbers[:, len(self._members)]
 
     def restart(self, accounting: Accounting) -> None:
-        """None runs any more, in an empty cache."""
+        """Remove all sequences, since the cache is empty."""
         self.accounting = accounting
         self.num_left += len(self._members)
         self.most_bytes = 0
@@ -241,12 +241,12 @@ class RunningSet:
         for each in (self._members, self._places, self._beginning):
             each.clear()
 
-    def note_step(self) -> None:
-        """Most have one token more."""
-        self._num_steps += 1
+    def note_step(self, count: int = 1) -> None:
+        """Note ``count`` steps, after each of which most sequences have one token more."""
+        self._num_steps += count
 
     def bytes_at_most(self, sequence: Sequence) -> int:
-        """What it and the siblings that wait for its prompt can come to hold."""
+        """Return the most bytes of a sequence and the siblings that wait for its prompt."""
         longest = self._limits.longest(sequence.request)
         if longest not in self._bytes_at:
             several = np.array([longest])
@@ -254,10 +254,10 @@ class RunningSet:
         return self._bytes_at[longest] * (1 + len(sequence.siblings))
 
     def prospects(self, grade: int, *, worse: bool = False) -> Prospects:
-        """Of those that run with this grade or a better one, or of those with a ``worse`` one."""
+        """Return the running sequences of this grade or a better one, or of a ``worse`` one."""
         self._look()
         numbers = self._numbers[:, : len(self._members)]
-        # One whose prompt takes several steps, or that a step leaves out, has not become longer.
+        # A sequence whose prompt takes several steps has not become longer.
         tokens = np.minimum(numbers[5] + self._num_steps, numbers[0] + numbers[1])
         room, siblings = tokens.copy(), np.zeros_like(tokens)
         for sequence in self._beginning:
@@ -269,7 +269,7 @@ class RunningSet:
         prompt, most, sure = numbers[:3, chosen]
         tokens, room, siblings = tokens[chosen], room[chosen], siblings[chosen]
         held = self.accounting.bytes_alone(room, prompt + most).astype(np.float64)
-        # What several share is given back by the last of them: on average each has that part.
+        # The last sequence frees what several share: on average each frees this part.
         alone = float(held.sum())
         part = min(1.0, self.accounting.held_bytes / alone) if alone else 1.0
         running = Prospects(
@@ -289,9 +289,7 @@ class RunningSet:
         return _about_alike(running) if len(running.count) > _FEW else running
 
     def to_come(self, *newcomers: Sequence) -> Prospects:
-        """Of some that wait, one after the other; then of the siblings behind those that have any,
-        in the same order.
-        """
+        """Return waiting sequences in this order, and then the siblings behind them."""
         prompt, tokens, most, siblings = np.array(
             [
                 (s.num_prompt_tokens, s.num_tokens, _most_output(s, self._limits), len(s.siblings))
@@ -316,7 +314,7 @@ class RunningSet:
         return joined(alone, followers)
 
     def check(self, running: list[Sequence]) -> None:
-        """Raises: AssertionError if these are not they, or a number of theirs is off."""
+        """Check the numbers of these running sequences. Raises: AssertionError."""
         assert {s.seq_id for s in running} == self._places.keys(), "the company is another one"
         for sequence in running:
             place = self._places[sequence.seq_id]
@@ -328,7 +326,7 @@ class RunningSet:
         assert beginning <= self._beginning, "one that begins is taken for one that goes on"
 
     def _look(self) -> None:
-        """See how long all have become, unless that was lately."""
+        """Read the lengths again if enough steps have passed."""
         self._beginning = {s for s in self._beginning if _is_beginning(s)}
         if self._num_steps > len(self._members) // _LOOKED_AT:
             tokens = [sequence.num_tokens for sequence in self._members]
@@ -337,15 +335,13 @@ class RunningSet:
 
 
 def joined(*several: Prospects) -> Prospects:
-    """Side by side."""
+    """Return all entries of several."""
     names = [field.name for field in fields(Prospects)]
     return Prospects(**{n: np.concatenate([getattr(p, n) for p in several]) for n in names})
 
 
 def _followers(leaders: Prospects, num_siblings: Counts, accounting: Accounting) -> Prospects:
-    """Siblings that wait for a prompt will share it, and then grow as the one does that computes
-    it; what is shared is given back with that one's.
-    """
+    """Return the siblings that wait for a prompt: they grow as their leader does, and share it."""
     held = accounting.bytes_alone(leaders.num_tokens, leaders.longest).astype(np.float64)
     return replace(
         leaders,
@@ -357,8 +353,9 @@ def _followers(leaders: Prospects, num_siblings: Counts, accounting: Accounting)
 
 
 def _about_alike(prospects: Prospects) -> Prospects:
-    """The same with one entry, of means, for all that have generated and may yet generate about as
-    much. Those that may yet generate about as much go on as long as the last of them.
+    """Return one entry of means for all that have generated, and may yet generate, about as much.
+
+    Each may yet generate as much as the entry's longest.
     """
     done, left = _class(prospects.num_output), _class(prospects.num_left)
     cells = ((prospects.sure * 2 + prospects.has_room) * _MOST_CLASSES + done) * _MOST_CLASSES
@@ -400,6 +397,6 @@ def _most_output(sequence: Sequence, limits: SchedulerLimits) -> int:
 
 
 def _ends_by_length(sequence: Sequence) -> bool:
-    """Whether nothing else ends it."""
+    """Return whether nothing but its length ends a sequence."""
     params = sequence.request.params
     return params.ignore_eos and not params.stop and not params.stop_token_ids

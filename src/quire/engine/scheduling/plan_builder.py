@@ -1,4 +1,4 @@
-"""A plan in the making: what has a place in it, and how many tokens are left to give out."""
+"""A plan in the making: its chunks, where chunks end, and which sequences are computed alone."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Several
@@ -14,20 +14,17 @@ from quire.units import align_down, align_up, ceil_div
 
 # -- state checkpoints -----------------------------------------------------------------------------
 
-# When a recurrent state is worth a copy that others can begin from.
-#
-# A state stands for all tokens so far, and the next token overwrites it. So that a prompt that
-# begins alike need not be computed again, copies are kept at the ends of blocks: at a prompt's
-# last one, where the next turn of a conversation or another question about the same text begins,
-# and else every so many tokens that the copies take no more memory than the keys and values
-# between them.
-
-
 _MOST_INTERVAL_TOKENS = 4096  # where a token takes few bytes, or none
 
 
 class StateCheckpoints:
-    """Says where chunks end, and has the accounting keep copies there."""
+    """Ends chunks where a copy of the recurrent state is worth it, and has the copies kept.
+
+    A state stands for all tokens so far, and the next token overwrites it. So that a prompt with
+    the same beginning need not be computed again, copies are kept at the ends of blocks: at the
+    last one of a prompt, where the next turn of a conversation begins, and at intervals so long
+    that the copies take no more memory than the keys and values between them.
+    """
 
     def __init__(self, accounting: Accounting) -> None:
         self._block_size = accounting.state_block_size
@@ -41,9 +38,9 @@ class StateCheckpoints:
         self._interval = align_up(min(tokens, _MOST_INTERVAL_TOKENS), self._block_size or 1)
 
     def end(self, start: int, stop: int, num_tokens: int) -> int:
-        """Where a chunk that could go on to ``stop`` of a sequence's tokens ends.
+        """Return where a chunk ends that could go on to ``stop`` of a sequence's tokens.
 
-        At the end of a block, but for what is left then, and for tokens that come one by one.
+        It ends at the end of a block, unless no block ends in it or it has one token.
         """
         if not self._block_size or stop - start == 1:
             return stop
@@ -51,7 +48,7 @@ class StateCheckpoints:
         return boundary if boundary > start else stop
 
     def keep(self, accounting: Accounting, chunks: Iterable[Chunk]) -> None:
-        """Copies of the states after these chunks, which are computed, where they are worth it."""
+        """Keep copies of the states after these computed chunks, where a copy is worth it."""
         if not self._block_size:
             return
         for chunk in chunks:
@@ -59,7 +56,7 @@ class StateCheckpoints:
                 accounting.keep_state(chunk.sequence.seq_id)
 
     def keeps(self, sequence: Sequence, start: int, stop: int) -> bool:
-        """Whether a copy is worth it after the tokens [start, stop)."""
+        """Return whether a copy is worth it after the tokens [start, stop)."""
         if not self._block_size or stop % self._block_size:
             return False
         rest = sequence.num_prompt_tokens - stop
@@ -76,7 +73,7 @@ NO_DRAFTS: Drafts = MappingProxyType({})
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """``drafts``: guesses at what comes next, by sequence id."""
+    """Chunks so far, and the tokens that are left. ``drafts``: guesses, by sequence id."""
 
     limits: SchedulerLimits
     drafts: Drafts
@@ -97,6 +94,7 @@ class PlanBuilder:
         return self._all_tokens - self.budget > len(self.chunks)
 
     def add(self, chunks: Several[Chunk]) -> None:
+        """Give these chunks, whose room is taken, a place in the plan."""
         self.chunks += chunks
         self.served.update(chunk.sequence.seq_id for chunk in chunks)
         self.budget -= sum(chunk.stop - chunk.start for chunk in chunks)
@@ -104,15 +102,15 @@ class PlanBuilder:
             self.budget = 0
 
     def chunks_due(self, due: list[Sequence]) -> list[Chunk]:
-        """What these running sequences have to compute, as far as the budget goes."""
+        """Return what these running sequences have to compute, as far as the budget goes."""
         chunks: list[Chunk] = []
         budget, spare = self.budget, 0
-        if self.drafts:  # guesses take what is left when all have what is certain
+        if self.drafts:  # drafts take what the certain tokens leave
             spare = budget - sum(s.num_tokens - s.num_computed_tokens for s in due)
         for sequence in due:
             start, last = sequence.num_computed_tokens, sequence.num_tokens
             stop = last
-            if last > start + 1:  # one token goes in any case
+            if last > start + 1:  # a single token always fits
                 stop = self.snapshots.end(start, min(last, start + budget), last)
             if stop < last:
                 chunks.append(Chunk(sequence=sequence, start=start, stop=stop, samples=False))
@@ -122,7 +120,7 @@ class PlanBuilder:
                 continue
             guesses: tuple[int, ...] = ()
             if sequence.seq_id in self.drafts:
-                # The last token that it may have is never computed.
+                # The last token of a sequence is never computed.
                 most = min(spare, self.limits.longest(sequence.request) - stop - 1)
                 guesses = self.drafts[sequence.seq_id][: max(0, most)]
                 spare -= len(guesses)
@@ -136,7 +134,7 @@ class PlanBuilder:
         return chunks
 
     def withdraw_drafts(self, accounting: Accounting) -> None:
-        """Do without guesses, and take back the room for them."""
+        """Leave the drafts out, and give their room back."""
         self.drafts = NO_DRAFTS
         for place, chunk in enumerate(self.chunks):
             if chunk.drafts:
@@ -144,3 +142,39 @@ class PlanBuilder:
                 accounting.trim(chunk.sequence.seq_id, stop)
                 self.chunks[place] = replace(chunk, stop=stop, drafts=())
                 self.budget += len(chunk.drafts)
+
+
+# -- suspects --------------------------------------------------------------------------------------
+
+
+class FaultIsolation:
+    """Sequences of a step that failed and left their states useless: each is computed alone.
+
+    Which of them is at fault is not known. They begin anew, one at a time in a step, until each has
+    come past the tokens at which it failed. A sequence that fails alone ends.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[Sequence, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._until)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._until
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Compute a sequence alone until it has ``num_tokens`` computed."""
+        self._until[sequence] = num_tokens
+
+    def acquit(self) -> None:
+        """Release the sequences that have come that far, or have ended."""
+        self._until = {
+            sequence: until
+            for sequence, until in self._until.items()
+            if sequence.finish_reason is None and sequence.num_computed_tokens < until
+        }
+
+    def among(self, due: list[Sequence], *, or_all: bool) -> list[Sequence]:
+        """Return the suspects of these sequences; without any, all of them or none."""
+        return [s for s in due if s in self._until] or (due if or_all else [])

@@ -1,4 +1,4 @@
-"""Which goes first: an order of sequences, in which the last ones make room for the first ones."""
+"""Policies, which order sequences, and the scheduler's limits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,11 +14,10 @@ from quire.units import format_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Two keys of a sequence. They never change while it lives: queues are kept in this order.
+    """Two keys of a sequence, which never change: queues are sorted by them.
 
-    ``rank`` is the order; no two sequences have the same. It begins with the ``grade``: a
-    waiting sequence may take the room of a running one of greater grade. Equals wait for each
-    other.
+    ``rank`` is the order, and no two sequences have the same. It begins with the ``grade``: a
+    waiting sequence may displace a running one of greater grade, and waits for one of equal grade.
     """
 
     rank: Callable[[Sequence], tuple[int, ...]]
@@ -55,33 +54,33 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 # -- limits ----------------------------------------------------------------------------------------
 
-# What a scheduler may do in a step, how long sequences may become, and what ends them.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """The scheduler's numbers. They are final here; defaults for a user are in ``quire.config``."""
+    """What fits into a step, how long sequences may become, and what ends them.
+
+    The numbers are final here; ``quire.config`` has a user's defaults.
+    """
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     policy: str = "fcfs"
-    watermark_bytes: int = 0  # what a newcomer leaves free while others run
-    # … and so much of what all of them will still need, as far as can be told. None: all of it, or
-    # nothing where more at once are worth what is computed again, by the measured costs.
+    watermark_bytes: int = 0  # what a newcomer leaves free while others run …
+    # … and this part of the bytes that all are expected to need. None: all of them, or none where
+    # admission is worth what is computed again later, by the measured costs.
     headroom: float | None = None
-    shared_tokens: int = 16  # the fewest that a newcomer waits for, if others compute them now
+    shared_tokens: int = 16  # a newcomer waits for this many that the same step computes, or more
 
     def longest(self, request: Request) -> int:
-        """Tokens that a request's sequences can become at most."""
+        """Return the most tokens that a request's sequences can have."""
         return min(request.max_tokens, self.max_model_len)
 
     def check_request(self, request: Request, accounting: Accounting) -> None:
-        """Raises: RequestTooLong for a prompt that can never run.
+        """Check that a prompt leaves room for a token in max_model_len and fits an empty cache.
 
-        It leaves no room for a token in max_model_len, if it is to have one, or an empty cache
-        could not hold it.
+        Raises: RequestTooLong if it does not.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
         generates = request.pooling is None
@@ -98,7 +97,7 @@ class SchedulerLimits:
             )
 
     def finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """Why a sequence ends with this token, its last one, if it does."""
+        """Return why a sequence ends with its last token, or None."""
         params, num_output = sequence.request.params, sequence.num_output_tokens
         if num_output > params.min_tokens:
             is_eos = token_id in self.eos_token_ids and not params.ignore_eos

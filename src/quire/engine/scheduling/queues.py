@@ -1,4 +1,4 @@
-"""Which sequences wait and which run, in the order of the policy, and which wait for a prompt."""
+"""The queues: which sequences run and which wait, in the order of the policy."""
 
 from bisect import bisect_left, bisect_right, insort
 from typing import Literal, get_args
@@ -9,36 +9,36 @@ from quire.engine.sequence import Sequence
 from quire.kv import Accounting
 
 WaitingReason = Literal[
-    "kv_memory",  # for bytes, its own or those that others will need
-    "max_num_seqs",  # for a seat
-    "token_budget",  # for tokens of a step
-    "preempted",  # it has just made room itself
+    "kv_memory",  # there are too few bytes for it, or for what others will need
+    "max_num_seqs",  # all seats are taken
+    "token_budget",  # the step has no tokens left
+    "preempted",  # it was preempted in the same plan
     "next_step",  # it came after the last plan
-    "prefix",  # for a prefix that another sequence computes in the same step
-    "sibling",  # for the prompt that another continuation of its request computes
-    "choice",  # for a search that chooses its next token
+    "prefix",  # another sequence computes its prefix in the same step
+    "sibling",  # another continuation of its request computes the prompt
+    "choice",  # a beam search must choose its next token
 ]
 WAITING_REASONS: tuple[str, ...] = get_args(WaitingReason)
 
 
 class Queues:
-    """Each sequence that has not ended is in one place.
+    """Holds each unfinished sequence in one place.
 
-    It waits for room, waits for a choice and holds nothing, runs, or is behind its leader. All but
-    the last are kept by rank: one is found, put in and taken out without a look at the others.
+    A sequence waits for room, waits for a choice and holds nothing, runs, or waits for its leader's
+    prompt. All but the last are sorted by rank, so that one is found without a look at the others.
     """
 
     def __init__(self, policy: Policy, company: RunningSet) -> None:
-        self.company = company  # the running ones, as numbers
+        self.company = company  # the running sequences, as numbers
         self.waiting: list[Sequence] = []  # for room, by rank
-        self.undecided: list[Sequence] = []  # without room, and their next token is to be chosen
+        self.undecided: list[Sequence] = []  # for a choice, without room
         self.running: list[Sequence] = []  # by rank
-        self.num_held_back = 0  # the first ones of those that wait for room: for a prefix
-        # The first of the others, and all behind it.
+        self.num_held_back = 0  # of the first waiting sequences: for a prefix
+        # What the first of the others waits for, and all behind it.
         self.first_waits_for: WaitingReason = "next_step"
         self._rank, self._grade = policy.rank, policy.grade
-        self._known: dict[int, Sequence] = {}  # wherever it is
-        self._leaders: dict[int, Sequence] = {}  # whose prompt a sibling waits for
+        self._known: dict[int, Sequence] = {}  # all unfinished sequences, by id
+        self._leaders: dict[int, Sequence] = {}  # by sibling's id
 
     @property
     def num_waiting(self) -> int:
@@ -46,7 +46,7 @@ class Queues:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """The running sequences of which only the last token is to be computed, each by itself."""
+        """The running sequences of which the next step computes the last token alone."""
         return [
             s
             for s in self.running
@@ -55,21 +55,21 @@ class Queues:
 
     @property
     def on_their_own(self) -> list[Sequence]:
-        """All sequences but those behind their leaders."""
+        """All sequences but those that wait for their leader's prompt."""
         return [*self.running, *self.waiting, *self.undecided]
 
     def next_ones(self, count: int) -> list[Sequence]:
-        """The first of those that wait for room, and are not held back."""
+        """Return the first ``count`` sequences that wait for room and are not held back."""
         return self.waiting[self.num_held_back : self.num_held_back + count]
 
     def num_running_up_to(self, grade: int) -> int:
-        """How many run that would not make room for a newcomer of this grade: the first ones."""
+        """Return how many run that a newcomer of this grade cannot displace: the first ones."""
         if not self.running or self._grade(self.running[-1]) <= grade:
             return len(self.running)
         return bisect_right(self.running, grade, key=self._grade)
 
     def by_reason(self) -> dict[str, int]:
-        """How many wait for what. Any thread may ask."""
+        """Return how many sequences wait for what. Any thread may ask."""
         counts = dict.fromkeys(WAITING_REASONS, 0)
         num_held_back = min(self.num_held_back, len(self.waiting))
         counts[self.first_waits_for] = len(self.waiting) - num_held_back
@@ -79,9 +79,9 @@ class Queues:
         return counts
 
     def all_wait(self, accounting: Accounting) -> list[Sequence]:
-        """No sequence runs any more in an empty cache, not even one that was between two places.
+        """Move every sequence to the waiting ones, since the cache is empty.
 
-        Returns: all but those behind their leaders, by rank.
+        Return all but those that wait for their leader's prompt, by rank.
         """
         self._known = {i: s for i, s in self._known.items() if s.finish_reason is None}
         going_on = self._known.values()
@@ -97,27 +97,30 @@ class Queues:
         return on_their_own
 
     def wait(self, sequence: Sequence) -> None:
+        """Let a sequence that holds nothing wait."""
         self._known[sequence.seq_id] = sequence
         self._put(self.undecided if sequence.awaits_choice else self.waiting, sequence)
 
     def chosen(self, sequence: Sequence) -> None:
-        """Its next token has been chosen: it may go on, and if it has no room it waits for that."""
+        """Let a sequence go on, whose next token was chosen, or wait if it has no room."""
         held_nothing = self._take_from(self.undecided, sequence)
         sequence.awaits_choice = False
         if held_nothing:
             self._put(self.waiting, sequence)
 
     def run(self, sequence: Sequence) -> None:
+        """Count a sequence that has room as running."""
         self._put(self.running, sequence)
         self.company.join(sequence)
 
     def come(self, sequence: Sequence) -> None:
-        """The first that waited for room has it now, and runs."""
+        """Move the first sequence that waited for room to the running ones."""
         assert self.waiting[self.num_held_back] is sequence, "another one waits before it"
         del self.waiting[self.num_held_back]
         self.run(sequence)
 
     def leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of its queue."""
         if self._take_from(self.running, sequence):
             self.company.leave(sequence)
             return
@@ -125,29 +128,30 @@ class Queues:
         assert found, f"sequence {sequence.seq_id} is in no queue"
 
     def is_running(self, sequence: Sequence) -> bool:
+        """Return whether a sequence runs."""
         return self._place(self.running, sequence) is not None
 
     def place(self, sequence: Sequence) -> int:
-        """Of a running one among them, by rank."""
+        """Return a running sequence's place among them, by rank."""
         place = self._place(self.running, sequence)
         assert place is not None, f"sequence {sequence.seq_id} does not run"
         return place
 
     def follow(self, leader: Sequence, siblings: list[Sequence]) -> None:
-        """These wait until the leader's prompt is computed."""
+        """Let siblings wait until the leader's prompt is computed."""
         leader.siblings = siblings
         self._known.update((sibling.seq_id, sibling) for sibling in siblings)
         self._leaders.update((sibling.seq_id, leader) for sibling in siblings)
 
     def part(self, leader: Sequence) -> list[Sequence]:
-        """Those that waited for this leader, and do so no longer."""
+        """Return the siblings that waited for this leader, and let them go."""
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
             del self._leaders[sibling.seq_id]
         return siblings
 
     def end(self, sequence: Sequence) -> bool:
-        """It is nowhere any more. True if it was by itself, and not behind a leader."""
+        """Remove a sequence that has ended. Return False if it waited for its leader's prompt."""
         del self._known[sequence.seq_id]
         leader = self._leaders.pop(sequence.seq_id, None)
         if leader is None:
@@ -157,7 +161,7 @@ class Queues:
         return leader is None
 
     def check(self, accounting: Accounting) -> None:
-        """Raises: AssertionError if a sequence is lost, out of order, or holds other room."""
+        """Check each sequence's place, order and room. Raises: AssertionError."""
         places = [*self.on_their_own, *(self._known[i] for i in self._leaders)]
         assert sorted(s.seq_id for s in places) == sorted(self._known), "a sequence is nowhere"
         for queue in (self.running, self.waiting, self.undecided):
@@ -176,7 +180,7 @@ class Queues:
     def _put(self, queue: list[Sequence], sequence: Sequence) -> None:
         if queue and self._rank(queue[-1]) > self._rank(sequence):
             insort(queue, sequence, key=self._rank)
-        else:  # as for most that come
+        else:
             queue.append(sequence)
 
     def _place(self, queue: list[Sequence], sequence: Sequence) -> int | None:

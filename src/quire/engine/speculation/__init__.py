@@ -1,6 +1,6 @@
-"""Guesses at the tokens to come, for sequences of which one token would be due.
+"""Speculative decoding: drafts of the next tokens, for sequences that decode.
 
-A step computes the guesses along with the token that is due, and its logits tell which of them the
-sampler would have chosen: those are kept, the rest is trimmed. So a text is the same as without,
-and only the number of steps differs. ``Drafter`` (in ``engine.interfaces``) is the seam.
+A step computes the drafts with the last token, and its logits tell which of them the sampler would
+have chosen: those are kept, the others are trimmed. So the text is the same as without drafts, in
+fewer steps. ``Drafter`` in ``engine.interfaces`` is the protocol.
 """

@@ -1,7 +1,7 @@
-"""How far to guess for one sequence: as far as its guesses come true.
+"""How many tokens to draft for one sequence: as many as were accepted before, or more.
 
-A guess that comes true saves a step, and one that does not costs a row of a step. So a text whose
-guesses fail is left alone for longer and longer, and costs next to nothing.
+An accepted token saves a step, and a rejected one costs a row of a step. So a text whose drafts
+fail gets none for longer and longer.
 """
 
 from quire.engine.sequence import Sequence
@@ -11,10 +11,9 @@ _MOST_REST_STEPS = 32
 
 
 class DraftLength:
-    """Twice as far after a guess that was right to its end, else one token further than it was.
+    """Doubles after a draft that was right to its end; else one token more than was right.
 
-    After one whose first token was wrong already: not at all for 1, 2, 4, … 32 steps, then one
-    token.
+    After a draft whose first token was wrong: none for 1, 2, 4, … 32 steps, and then one token.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -26,7 +25,7 @@ class DraftLength:
         self._made_at = 0  # tokens that the sequence had then
 
     def num_tokens_due(self, sequence: Sequence) -> int:
-        """How many tokens to guess in this step, after what has come since the last one."""
+        """Return how many tokens to draft in this step, by what has come since the last one."""
         self._judge(sequence)
         if self._rest_steps:
             self._rest_steps -= 1
@@ -34,7 +33,7 @@ class DraftLength:
         return self._num_tokens
 
     def note(self, sequence: Sequence, guess: tuple[int, ...]) -> None:
-        """This was guessed. What comes will tell if it was right, whether it is computed or not."""
+        """Note a draft, to compare it with the tokens that come."""
         self._guess, self._made_at = guess, sequence.num_tokens
 
     def _judge(self, sequence: Sequence) -> None:
@@ -54,7 +53,7 @@ class DraftLength:
 
 
 def num_alike(guess: tuple[int, ...], came: list[int]) -> int:
-    """How many of their first tokens are the same."""
+    """Return how many of their first tokens are the same."""
     for count, (guessed, real) in enumerate(zip(guess, came, strict=False)):
         if guessed != real:
             return count

@@ -1,8 +1,8 @@
-"""Guesses of a smaller model that shares the vocabulary, computed one token ahead at a time.
+"""Drafts of a smaller model with the same vocabulary, one token a step.
 
-It has a cache of its own, in blocks, in which each sequence is followed: what was guessed wrongly
-is trimmed, a sequence that ends or is preempted is dropped, and one that finds no room there gets
-no guesses. All sequences take each of its steps together.
+It has a paged cache of its own with an entry for each sequence. Rejected tokens are trimmed, a
+sequence that ends or is preempted is dropped, and one without room gets no drafts. All sequences
+take each of its steps together.
 """
 
 import logging
@@ -28,25 +28,25 @@ _REST_STEPS = 100  # after a failure
 
 @dataclass(slots=True, eq=False)
 class _Follower:
-    """A sequence as the draft model knows it: with its guesses as if they were true."""
+    """A sequence of the draft model, with its drafts as if they were accepted."""
 
     own: Sequence
     pace: DraftLength
-    sure_tokens: int = 0  # the rest is guessed
+    sure_tokens: int = 0  # the rest is drafted
 
     def catch_up(self, token_ids: list[int]) -> int:
-        """Take over what has come in place of the guesses; how many entries are right still."""
+        """Replace drafts by the tokens that came. Return how many entries are still right."""
         own = self.own.token_ids
         guess, came = tuple(own[self.sure_tokens :]), token_ids[self.sure_tokens :]
         right = self.sure_tokens + num_alike(guess, came)
         own[right:] = token_ids[right:]
         self.sure_tokens = len(own)
-        # The last token is computed in any case, for what comes after it.
+        # The last token is computed again, for the logits after it.
         return min(self.own.num_computed_tokens, right, len(own) - 1)
 
 
 class DraftModel:
-    """Greedy guesses. A failure of its own costs guesses and nothing else."""
+    """Drafts greedily. A failure costs drafts, and nothing else."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class DraftModel:
         max_num_batched_tokens: int,
         vocab_size: int,
     ) -> None:
-        """``vocab_size``: ids from there on are not the other model's."""
+        """``vocab_size`` is the smaller one of both models: larger ids are padding."""
         self._kv, self._runner = kv, runner
         self._most_tokens, self._vocab_size = most_tokens, vocab_size
         self._max_model_len = max_model_len
@@ -68,7 +68,7 @@ class DraftModel:
 
     @property
     def memory(self) -> CountedMemory:
-        """KV memory as it was taken from the system and given back."""
+        """KV memory that was taken from the system and given back."""
         return self._kv.memory
 
     def propose(self, sequences: list[Sequence]) -> Drafts:
@@ -92,13 +92,13 @@ class DraftModel:
             self._kv.carry_out()
 
     def close(self) -> None:
-        """Give its KV memory back, and what only its steps need."""
+        """Give the draft model's KV memory back, and close its runner."""
         self._followers.clear()
         self._kv.close()
         self._runner.close()
 
     def _begin_anew(self) -> None:
-        """After a rest, with an empty cache; never again if there are no addresses for one."""
+        """Rest for some steps, and then begin with an empty cache, if it can be had."""
         self._followers.clear()
         self._rest_steps = _REST_STEPS
         try:
@@ -126,10 +126,9 @@ class DraftModel:
         return drafts
 
     def _catch_up(self, sequences: list[Sequence]) -> dict[int, int]:
-        """How many guesses each gets now. There is room for those; their own tokens are to come.
+        """Take room for each sequence's drafts. Return how many each gets, by id.
 
-        A longer text is computed in parts, as the main model does it, and gets guesses after the
-        last one.
+        A longer text is computed in chunks first, and gets drafts with the last one.
         """
         wanted: dict[int, int] = {}
         parts: list[Chunk] = []
@@ -146,8 +145,8 @@ class DraftModel:
             own.num_computed_tokens = start
             stop = min(start + budget, own.num_tokens)
             whole = stop == own.num_tokens
-            # Room at once for all that may have to be trimmed at once: a window allows no more. The
-            # last guess is not computed.
+            # Room for all drafts at once: behind a window they could not be trimmed one by one.
+            # The last draft is not computed.
             room = stop + num_guesses - 1 if whole else stop
             if not isinstance(self._kv.accounting.try_extend(own.seq_id, room), Fits):
                 continue
@@ -169,7 +168,7 @@ class DraftModel:
         return Chunk(sequence=own, start=start, stop=stop, samples=True)
 
     def _take_step(self, chunks: list[Chunk]) -> None:
-        """Compute these, and append what is likeliest after each that is at its end."""
+        """Compute chunks, and append the likeliest token to each sequence that is at its end."""
         plan = StepPlan.of(chunks)
         logits = self._runner.run(plan)
         for chunk in chunks:

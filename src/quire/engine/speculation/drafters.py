@@ -1,4 +1,4 @@
-"""From options to a drafter, or to a sentence why not."""
+"""A drafter as the options ask for it, or an error that says why there can be none."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,6 @@ from quire.engine.assembly import assemble
 from quire.engine.interfaces import Drafter
 from quire.engine.speculation.draft_model import DraftModel
 from quire.engine.speculation.prompt_lookup import PromptLookup
-from quire.engine.validation import refuse_recurrent_draft
 from quire.errors import ConfigError
 from quire.kv import CacheConfig
 from quire.memory import MemoryProvider
@@ -21,9 +20,9 @@ from quire.units import format_count
 
 
 def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
-    """The smaller model, if one is to guess.
+    """Load the draft model, if the options name one.
 
-    Raises: ConfigError for one of another vocabulary, ModelNotLoadable, UnsupportedModel.
+    Raises: ConfigError for another vocabulary or device, ModelNotLoadable, UnsupportedModel.
     """
     speculative = config.speculative_config
     if speculative is None or speculative.model is None:
@@ -33,13 +32,13 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
         given = load(given, device=str(target.device), dtype=config.dtype)
     draft = given if isinstance(given, LoadedModel) else adopt(given)
     _refuse_other_device(draft, target)
-    refuse_recurrent_draft(draft)
+    _refuse_recurrent_draft(draft)
     _refuse_other_vocabulary(draft, target)
     return draft
 
 
 def needs_with_draft(needs: Needs, spec: ModelSpec, draft: LoadedModel) -> Needs:
-    """What both models need: their weights, and KV memory for as many tokens in each."""
+    """Return what both models need: their weights, and KV memory for as many tokens in each."""
     own, most_bytes = footprint(draft.model), needs.most_bytes
     share = 1 + draft.spec.bytes_per_token / spec.bytes_per_token
     return replace(
@@ -54,7 +53,7 @@ def needs_with_draft(needs: Needs, spec: ModelSpec, draft: LoadedModel) -> Needs
 
 
 def draft_bytes(capacity_bytes: int, spec: ModelSpec, draft: LoadedModel | None) -> int:
-    """The draft model's part of the KV memory: as many tokens as the other model has."""
+    """Return the draft model's bytes of KV memory, for as many tokens as the other model has."""
     if draft is None:
         return 0
     both = spec.bytes_per_token + draft.spec.bytes_per_token
@@ -70,7 +69,7 @@ def make_drafter(
     max_model_len: int,
     capacity_bytes: int,
 ) -> Drafter | None:
-    """Who guesses, as the options say. ``max_model_len`` is the other model's, in this engine.
+    """Make the drafter of the options. ``max_model_len`` is the other model's, in this engine.
 
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
@@ -103,8 +102,41 @@ def make_drafter(
     )
 
 
+def refuse_speculation(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Refuse guesses for a model with recurrent layers or a source. Raises: ConfigError.
+
+    A state stands for all tokens so far and cannot go back to an earlier one. A guess does not know
+    the source.
+    """
+    if loaded.spec.source_tokens and config.speculative_config is not None:
+        raise ConfigError(
+            f"speculative_config: {loaded.name} answers a source, of which neither its text so far "
+            f"nor a draft model knows, so that guesses would rarely come true: leave it out"
+        )
+    layers = list(loaded.spec.recurrent_layers)
+    if layers and config.speculative_config is not None:
+        raise ConfigError(
+            f"speculative_config: layers {layers} of {loaded.name} keep a recurrent state, which "
+            f"cannot be taken back where a guess was wrong: leave it out"
+        )
+
+
+def _refuse_recurrent_draft(draft: LoadedModel) -> None:
+    """Refuse a draft model with recurrent layers or a source. Raises: ConfigError."""
+    if draft.spec.source_tokens:
+        raise ConfigError(
+            f"speculative_config: the draft model {draft.name} reads a source: use another one"
+        )
+    if draft.spec.recurrent_layers:
+        raise ConfigError(
+            f"speculative_config: layers {list(draft.spec.recurrent_layers)} of the draft model "
+            f"{draft.name} keep a recurrent state, which cannot be taken back where a guess was "
+            f"wrong: use another one"
+        )
+
+
 def _refuse_other_device(draft: LoadedModel, target: LoadedModel) -> None:
-    """Raises: ConfigError for a model in memory that is elsewhere."""
+    """Refuse a draft model in memory on another device. Raises: ConfigError."""
     here, there = target.device, draft.device
     if here != there:
         raise ConfigError(
@@ -114,7 +146,7 @@ def _refuse_other_device(draft: LoadedModel, target: LoadedModel) -> None:
 
 
 def _refuse_other_vocabulary(draft: LoadedModel, target: LoadedModel) -> None:
-    """Raises: ConfigError. Rows that only fill up the larger table are of no account."""
+    """Refuse another vocabulary, apart from padding rows of the table. Raises: ConfigError."""
     if draft.tokenizer is not None and target.tokenizer is not None:
         ours, theirs = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
         if ours != theirs:

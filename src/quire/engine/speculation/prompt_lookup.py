@@ -1,6 +1,6 @@
-"""Guessing without a model: what followed the last time that the text read like this.
+"""Drafts without a model: the tokens that followed the last time that the text read like this.
 
-It pays where a text repeats its prompt or itself: summaries, edits, code, tables.
+They pay where a text repeats its prompt or itself: summaries, edits, code, tables.
 
 Source: prompt lookup decoding (A. Saxena, 2023), which vLLM calls "ngram". The places are chained
 as zlib chains them, so that a token costs one entry however many lengths are compared.
@@ -12,7 +12,7 @@ from quire.engine.scheduling.plan_builder import Drafts
 from quire.engine.sequence import Sequence
 from quire.engine.speculation.draft_length import DraftLength
 
-_MOST_PLACES = 16  # that are compared, the latest first
+_MOST_PLACES = 16  # compared, the latest first
 
 
 class Repetitions:
@@ -22,12 +22,11 @@ class Repetitions:
         self._shortest, self._longest = shortest, longest
         # A place is the index of the token that follows an n-gram; 0 is none.
         self._latest: dict[tuple[int, ...], int] = {}
-        self._earlier = array(
-            "q"
-        )  # of the place i + shortest: the one before it, of the same n-gram
+        # For the place i + shortest: the place before it of the same n-gram.
+        self._earlier = array("q")
 
     def extend(self, token_ids: list[int]) -> None:
-        """Take in what has been appended since the last call."""
+        """Add the tokens that were appended since the last call."""
         size, latest, earlier = self._shortest, self._latest, self._earlier
         for place in range(len(earlier) + size, len(token_ids)):
             ngram = tuple(token_ids[place - size : place])
@@ -35,10 +34,10 @@ class Repetitions:
             latest[ngram] = place
 
     def continuation(self, token_ids: list[int], num_tokens: int) -> tuple[int, ...]:
-        """What followed the longest n-gram that the text ends with, or nothing.
+        """Return what followed the longest n-gram with which the text ends, or nothing.
 
-        Of equally long ones the latest counts. A text that repeats itself up to its end goes on
-        doing so.
+        Of equally long ones the latest counts. A text that repeats itself up to its end is taken to
+        go on repeating.
         """
         place = self._longest_match(token_ids)
         if not place:
@@ -49,7 +48,7 @@ class Repetitions:
         return tuple(found)
 
     def _longest_match(self, token_ids: list[int]) -> int:
-        """The place of the longest match among the latest ones, 0 if there is none."""
+        """Return the place of the longest match among the latest ones, or 0."""
         size, end = self._shortest, len(token_ids)
         if end <= size:
             return 0
@@ -68,7 +67,7 @@ class Repetitions:
 
 
 class PromptLookup:
-    """Guesses from each sequence's own tokens."""
+    """Drafts from each sequence's own tokens."""
 
     def __init__(self, *, most_tokens: int, shortest: int, longest: int) -> None:
         self._most_tokens, self._shortest, self._longest = most_tokens, shortest, longest
@@ -96,4 +95,4 @@ class PromptLookup:
         self._texts.pop(sequence.seq_id, None)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: nothing is held."""

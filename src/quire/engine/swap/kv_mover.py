@@ -1,4 +1,4 @@
-"""Between the cache and a shelf: what a sequence has in its slots, and back into new ones."""
+"""Moves a sequence's entries from its slots to a store, and back into new slots."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.devices import to_device
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_sizing import swap_buffer_bytes
-from quire.engine.scheduling.preemption import Clock
+from quire.engine.scheduling.step_costs import Clock
 from quire.engine.swap.kv_store import FileKVStore, KVStore, MemoryKVStore, Parts, PinnedKVStore
 from quire.errors import ConfigError, MemoryUnavailable, one_line
 from quire.kv.interface import Slots
@@ -23,29 +23,28 @@ from quire.units import format_bytes, format_count
 
 # -- timing ----------------------------------------------------------------------------------------
 
-# How long it takes to save and to bring back, told when it is known.
-
-
 Note: TypeAlias = Callable[[float], None]  # gets seconds
 
 
 class Timer(Protocol):
     """Measures what lies between two calls."""
 
-    def begin(self) -> Any: ...
+    def begin(self) -> Any:
+        """Return a mark of this moment."""
+        ...
 
     def end(self, begun: Any, note: Note) -> None:
-        """``note`` gets the seconds, now or later."""
+        """Call ``note`` with the seconds since the mark, now or later."""
         ...
 
     def settle(self, *, wait: bool = False) -> None:
-        """Tell what is known by now; with ``wait``, all."""
+        """Call the notes that are due; with ``wait``, wait for all."""
         ...
 
 
 @final
 class HostTimer:
-    """By a clock: what it measures is done when the call returns."""
+    """Measures by a clock what is done when a call returns."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -57,12 +56,12 @@ class HostTimer:
         note(self._clock() - begun)
 
     def settle(self, *, wait: bool = False) -> None:
-        """All is told already."""
+        """Do nothing: every note has been called."""
 
 
 @final
 class DeviceTimer:
-    """Measures by events what a device does, and what it copies on a stream of its own."""
+    """Measures by events what a device computes, and what it copies on another stream."""
 
     def __init__(self, device: torch.device, copying: Any) -> None:
         self._device, self._copying = device, copying
@@ -77,7 +76,6 @@ class DeviceTimer:
         self._pending.append((begun, self._recorded(self._copying), note))
 
     def settle(self, *, wait: bool = False) -> None:
-        """Tell those that the device has come to by now; with ``wait``, all."""
         pending, self._pending = self._pending, []
         for begun, ended, note in pending:
             if wait:
@@ -109,31 +107,33 @@ class KVMover(Protocol):
 
     @property
     def timer(self) -> Timer:
-        """What its moves are measured by."""
+        """Measures its moves."""
         ...
 
     def save(self, seq_id: int, slots: Several[Slots]) -> None:
-        """Copy out what is in these slots of each group."""
+        """Copy out what is in these slots i64[T] of each group."""
         ...
 
     def put_back(self, seq_id: int, slots: Several[Slots], num_skipped: Several[int]) -> int:
-        """Copy it back into these slots, but for the first ones of each group; how many bytes."""
+        """Copy it back into slots i64[T], without the first ones of a group; return the bytes."""
         ...
 
     def drop(self, seq_ids: Several[int]) -> None:
-        """What was saved of these is not needed any more."""
+        """Drop the saved entries of these sequences."""
         ...
 
     def try_out(self, num_bytes: int, saved: Note, loaded: Note) -> None:
-        """Save so many bytes and bring them back, and tell how long each took. Raises: OSError."""
+        """Save bytes and bring them back, and note the seconds of each. Raises: OSError."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Drop everything."""
+        ...
 
 
 @final
 class StoreMover:
-    """Of one process. ``device``: where the cache is."""
+    """Moves entries between one process's cache on ``device`` and a store."""
 
     def __init__(
         self, kv: KVCache, shelf: KVStore, timer: Timer, device: torch.device = _CPU
@@ -184,7 +184,7 @@ class StoreMover:
         return there
 
     def _taken_out(self, number: int, slots: Tensor) -> Iterator[Parts]:
-        """What a group has in these slots: of each layer, or of all of them where it is states."""
+        """Yield what a group has in these slots i64[T]: of each layer, or all states at once."""
         group, storage = self._kv.accounting.groups[number], self._kv.storage
         if isinstance(group.spec, KeptWhole):
             yield storage.states(number).save(slots)
@@ -195,7 +195,7 @@ class StoreMover:
     def _ways_back(
         self, number: int, group: Group
     ) -> Iterator[Callable[[Tensor, list[Tensor]], None]]:
-        """What puts back each of the parts that were ``_taken_out``."""
+        """Yield a function for each of the parts that ``_taken_out`` yields, to put it back."""
         if isinstance(group.spec, KeptWhole):
             yield self._kv.storage.states(number).load
             return
@@ -210,10 +210,10 @@ def make_mover(
     device: torch.device = _CPU,
     clock: Clock = time.perf_counter,
 ) -> StoreMover:
-    """``device``: where the cache is.
+    """Make a mover for a cache on ``device``.
 
-    Raises: ConfigError if there can be no file in the folder ``swap_path``; MemoryUnavailable where
-    the device has no room for what entries go through.
+    Raises: ConfigError if no file can be made in the folder ``swap_path``; MemoryUnavailable where
+    the device has no room for swap buffers.
     """
     if swap_path is None and device.type == "cuda":
         buffer_bytes = swap_buffer_bytes(kv.accounting.groups, max_model_len)

@@ -1,6 +1,6 @@
-"""Where saved entries are while their sequences wait: host memory or a file. A GPU's is ``pinned``.
+"""Stores of saved entries: host memory, a file, or pinned memory for a GPU.
 
-Entries are kept as they are stored, codes with their scales, so that they come back bit for bit.
+Entries are saved as they are stored, codes with their scales, and come back bit for bit.
 """
 
 import os
@@ -25,21 +25,25 @@ class KVStore(Protocol):
     """Keeps the entries of a sequence. Raises: OSError, MemoryError where it cannot."""
 
     def put(self, seq_id: int, layers: Iterable[Parts]) -> None:
-        """Keep these, which are taken out of the cache one by one as they are asked for."""
+        """Keep the parts of each layer, which are taken out of the cache as they are iterated."""
         ...
 
     def get(self, seq_id: int) -> Iterable[Parts]:
-        """The same, each to be used before the next is asked for."""
+        """Return the parts of each layer. A layer is valid until the next one is asked for."""
         ...
 
-    def drop(self, seq_id: int) -> None: ...
+    def drop(self, seq_id: int) -> None:
+        """Forget a sequence, if it is kept."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Forget all sequences, and give the store's memory back."""
+        ...
 
 
 @final
 class MemoryKVStore:
-    """In host memory."""
+    """Keeps entries in host memory."""
 
     def __init__(self) -> None:
         self._kept: dict[int, list[Parts]] = {}
@@ -59,7 +63,7 @@ class MemoryKVStore:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where a tensor is in the file, and what it was."""
+    """A tensor in the file: its place, shape and dtype."""
 
     offset: int
     shape: torch.Size
@@ -72,9 +76,9 @@ class _Piece:
 
 @final
 class FileKVStore:
-    """In a file that has no name any more once it is open, so that it never outlives the process.
+    """Keeps entries in a file without a name, which never outlives the process.
 
-    It is as large as the most that was saved at once: what is dropped is written over.
+    The file is as large as the most that was saved at once: the space of dropped entries is reused.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,7 +121,7 @@ class FileKVStore:
 
     def _write(self, offset: int, part: Tensor) -> None:
         data = part.contiguous().view(-1).view(torch.uint8).numpy().data
-        while len(data):  # the system may take less at once
+        while len(data):  # the system may write less at once
             written = os.pwrite(self._file, data, offset)
             data, offset = data[written:], offset + written
 
@@ -132,7 +136,7 @@ class FileKVStore:
         return data.view(piece.dtype).view(piece.shape)
 
     def _reserve(self, size: int) -> int:
-        """The first hole that is large enough, or the end."""
+        """Return the offset of the first hole that is large enough, or of the end."""
         for place, hole in enumerate(self._holes):
             if len(hole) >= size:
                 self._holes[place] = range(hole.start + size, hole.stop)
@@ -141,7 +145,7 @@ class FileKVStore:
         return self._end - size
 
     def _give_back(self, hole: range) -> None:
-        """Make one hole of it and its neighbours; the file ends before the last one."""
+        """Join a hole with its neighbours. The file is cut before the last one."""
         holes = sorted([*(h for h in self._holes if h), hole], key=lambda h: h.start)
         self._holes = []
         for each in holes:
@@ -159,27 +163,20 @@ def _on_host(layers: Iterable[Parts]) -> list[Parts]:
 
 # -- pinned memory ---------------------------------------------------------------------------------
 
-# Saved entries in pinned memory of the host: a GPU copies them there and back by itself.
-#
-# Layers go in pieces: gathered into a buffer on the device, and copied from there on a stream of
-# their own, while the device goes on with the step. Two buffers take turns, as large as the ledger
-# has them, so that a sequence of any length needs no more of the device's memory. The host waits
-# for nothing.
-
-
 _CHUNK_BYTES = 8 * 2**20  # of pinned memory, which torch rounds up to a power of two
 _ALIGNMENT = 16  # of every dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a part of a layer was, and where it is in its piece."""
+    """A part of a layer in a piece: its place, shape and dtype."""
 
     start: int
     shape: torch.Size
     dtype: torch.dtype
 
     def within(self, buffer: Tensor) -> Tensor:
+        """Return the part's view of a buffer u8[bytes]."""
         nbytes = self.shape.numel() * self.dtype.itemsize
         return buffer[self.start : self.start + nbytes].view(self.dtype).view(self.shape)
 
@@ -193,7 +190,11 @@ class _PinnedPiece:
 
 @final
 class PinnedKVStore:
-    """Of one device. See ``shelves.KVStore``. ``buffer_bytes``: of each, which hold any layer.
+    """Keeps entries in pinned memory of the host, which a GPU copies there and back by itself.
+
+    Layers go in pieces: gathered into a buffer on the device, and copied from there on another
+    stream while the device computes. Two buffers of ``buffer_bytes``, each as large as any layer,
+    take turns, so that no sequence needs more of the device's memory. The host waits for nothing.
 
     Raises: OutOfMemoryError, and RuntimeError where no memory of the host can be pinned.
     """
@@ -204,12 +205,12 @@ class PinnedKVStore:
         self._buffers = [
             torch.empty(buffer_bytes, dtype=torch.uint8, device=device) for _ in range(2)
         ]
-        # … and when each may be written to again. Torch gives memory to the stream that last had
-        # it, which may still read what was there: the other stream has to wait for that.
+        # Events after which each may be written to again. Torch gives memory to the stream that
+        # last had it, which may still read it: the other stream waits for that.
         self._spare = [_event() for _ in self._buffers]
         for spare in self._spare:
             spare.record(torch.cuda.current_stream(device))
-        _pinned(_CHUNK_BYTES)  # to be refused now, if ever
+        _pinned(_CHUNK_BYTES)  # raises here if the host refuses
         self._turn = 0
         self._kept: dict[int, tuple[list[_PinnedPiece], Any]] = {}
 
@@ -221,9 +222,9 @@ class PinnedKVStore:
         self._kept[seq_id] = pieces, saved
 
     def get(self, seq_id: int) -> Iterator[Parts]:
-        """Each layer's parts, on the device; they are good until the next ones are asked for."""
+        """Yield each layer's parts on the device, which are valid until the next ones."""
         pieces, saved = self._kept[seq_id]
-        saved.synchronize()  # that was steps ago
+        saved.synchronize()  # as a rule it was saved steps ago
         for piece in pieces:
             yield from self._copied_in(piece)
 
@@ -237,7 +238,7 @@ class PinnedKVStore:
 
     def _copy_out(self, layers: list[Parts]) -> _PinnedPiece:
         forms, num_bytes = _forms(layers)
-        assert num_bytes <= len(self._buffers[0]), "a layer is larger than any was said to be"
+        assert num_bytes <= len(self._buffers[0]), "a layer is larger than a buffer"
         computing = torch.cuda.current_stream(self._device)
         buffer, spare = self._next_buffer()
         computing.wait_event(spare)
@@ -267,13 +268,12 @@ class PinnedKVStore:
             spare.record(computing)
 
     def _next_buffer(self) -> tuple[Tensor, Any]:
-        """The one whose turn it is."""
         self._turn ^= 1
         return self._buffers[self._turn], self._spare[self._turn]
 
 
 def _in_pieces(layers: Iterable[Parts], most_bytes: int) -> Iterator[list[Parts]]:
-    """As many layers together as a buffer holds."""
+    """Yield as many layers together as a buffer holds."""
     several: list[Parts] = []
     for parts in layers:
         if several and _forms([*several, parts])[1] > most_bytes:
@@ -285,7 +285,7 @@ def _in_pieces(layers: Iterable[Parts], most_bytes: int) -> Iterator[list[Parts]
 
 
 def _forms(layers: list[Parts]) -> tuple[list[list[_Form]], int]:
-    """Where each part goes in a piece, and how long that is."""
+    """Return the place of each part in a piece, and the piece's bytes."""
     end = 0
     found: list[list[_Form]] = []
     for parts in layers:
@@ -306,7 +306,7 @@ def _event() -> Any:
 
 
 def _both(piece: _PinnedPiece, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each chunk, and where its bytes are on the device."""
+    """Yield each chunk u8[bytes] with its part of the buffer u8[bytes] on the device."""
     start = 0
     for chunk in piece.chunks:
         yield chunk, buffer[start : start + len(chunk)]

@@ -1,7 +1,7 @@
-"""Sequences that make room: saved, brought back, and what that costs.
+"""``Swapper`` saves preempted sequences, brings them back, and measures what that costs.
 
-Who is saved, and how much there may be, the scheduler decides (``scheduling.swap``). What fails
-here costs a computation and is logged; it ends nothing.
+The scheduler decides which sequences are saved (``SwapSpace``). A failure here is logged and costs
+a computation; it ends no sequence.
 """
 
 import logging
@@ -12,8 +12,8 @@ from typing import final
 import torch
 
 from quire.engine.kv_cache import KVCache
-from quire.engine.scheduling.preemption import readable_tokens, slots_of
 from quire.engine.scheduling.step_costs import Costs
+from quire.engine.scheduling.swap_space import readable_tokens, slots_of
 from quire.engine.sequence import Sequence
 from quire.engine.step_plan import Chunk, Save
 from quire.engine.swap.kv_mover import KVMover, make_mover
@@ -27,12 +27,12 @@ _CPU = torch.device("cpu")
 
 @final
 class Swapper:
-    """Which entries are saved and brought back, and how long that takes."""
+    """Finds the entries to save and to bring back, and notes the seconds."""
 
     def __init__(self, kv: KVCache, mover: KVMover, costs: Costs) -> None:
         self._kv, self._mover, self._costs = kv, mover, costs
         self._firsts: dict[int, tuple[int, ...]] = {}  # of each sequence: first token, by group
-        # A first guess at what a byte costs.
+        # The first estimate of what a byte costs.
         mover.try_out(
             _TRIAL_BYTES,
             partial(costs.note_saved, _TRIAL_BYTES),
@@ -40,7 +40,7 @@ class Swapper:
         )
 
     def save(self, saves: Iterable[Save]) -> list[Sequence]:
-        """Copy these out, before storage changes anything. Returns those that were not saved."""
+        """Copy entries out before storage changes. Return the sequences that were not saved."""
         failed: list[Sequence] = []
         timer = self._mover.timer
         for save in saves:
@@ -57,7 +57,7 @@ class Swapper:
         return failed
 
     def load(self, chunk: Chunk) -> bool:
-        """Put back what a chunk counts on, where its sequence has room now. False: it is lost."""
+        """Copy entries back to where their sequence has room. Return False if they are lost."""
         seq_id, accounting, timer = chunk.sequence.seq_id, self._kv.accounting, self._mover.timer
         begun = timer.begin()
         wanted = readable_tokens(accounting.groups, chunk.start - chunk.num_restored, chunk.start)
@@ -74,7 +74,7 @@ class Swapper:
         return True
 
     def forget(self, seq_ids: Iterable[int]) -> None:
-        """What was saved of these is not needed any more."""
+        """Drop the saved entries of these sequences."""
         several = list(seq_ids)
         for seq_id in several:
             self._firsts.pop(seq_id, None)
@@ -93,10 +93,9 @@ def make_swap_store(
     *,
     around: Callable[[KVMover], KVMover] | None = None,
 ) -> Swapper:
-    """``device``: where the cache is. ``around`` makes of what moves entries here something that
-    moves those of other ranks too.
+    """Make swap space for a cache on ``device``. ``around`` adds the other ranks to the mover.
 
-    Raises: ConfigError if there can be no file in the folder ``swap_path``, or none is written.
+    Raises: ConfigError if no file can be made or written in the folder ``swap_path``.
     """
     mover: KVMover = make_mover(kv, swap_path, max_model_len, device)
     try:

@@ -83,6 +83,7 @@ def take_stride(scheduler: Scheduler, accounting: Accounting, stride: Stride) ->
     tokens = [output_id(s) for s in sequences]
     computed = np.repeat(np.array(tokens, np.int32), count)
     accounting.mark_computed(seq_ids, [count] * len(tokens), computed)
+    scheduler.note_steps(count)
     _note(scheduler, stride)
     last_s, ended = stride.moments_s[-1], list[Sequence]()
     for sequence, token, end in zip(sequences, tokens, ends, strict=True):

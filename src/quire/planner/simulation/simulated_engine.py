@@ -9,8 +9,8 @@ from typing import final
 
 from quire.engine.core import Engine
 from quire.engine.scheduler import Scheduler, SchedulerLimits
-from quire.engine.scheduling.preemption import SwapSpace, num_bytes, readable_tokens
 from quire.engine.scheduling.step_costs import Costs, Prices
+from quire.engine.scheduling.swap_space import SwapSpace, num_bytes, readable_tokens
 from quire.engine.sequence import Sequence
 from quire.engine.step_plan import Chunk, Sampled, Save, StepPlan
 from quire.kv import Accounting, Copy
