@@ -161,8 +161,8 @@ class Results:
         self._num = 0
 
     def add(self, tensor: Tensor) -> int:
-        """Its number among what arrives."""
-        if self._waiting_bytes + tensor.nbytes > _MOST_BYTES:
+        """Its number among what arrives. On the CPU it is there already, and must not change."""
+        if self._device.type != "cpu" and self._waiting_bytes + tensor.nbytes > _MOST_BYTES:
             self._send()  # the device's memory is handed out again only after the copy
         self._waiting.append(tensor)
         self._waiting_bytes += tensor.nbytes
@@ -171,6 +171,8 @@ class Results:
 
     def arrive(self) -> list[NDArray[Any]]:
         """All that was added. The host waits for the device, once."""
+        if self._device.type == "cpu":
+            return [tensor.numpy() for tensor in self._waiting]
         self._send()
         wait_for(self._device)
         found: list[NDArray[Any]] = []
@@ -225,8 +227,10 @@ def to_device(
 
     ``into``: u8, of at least ``staged_bytes``, to hold them. Arrays of the same shapes and types
     come to lie at the same addresses in it; what was there is overwritten when the work that has
-    been launched so far is done.
+    been launched so far is done. Without it a CPU reads the arrays where they are.
     """
+    if device.type == "cpu" and into is None:
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     staged = host_bytes(staged_bytes(arrays), device)
     room, start = staged.numpy(), 0
     places: list[tuple[int, Array]] = []

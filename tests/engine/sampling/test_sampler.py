@@ -427,11 +427,8 @@ def test_a_greedy_batch_costs_one_argmax(monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("more was done")
 
     sampling = "quire.engine.sampling"
-    monkeypatch.setattr(f"{sampling}.logits_processors.Edits.make", never)
-    for name in ("weights_of", "cut", "drawn", "logprobs_of"):
-        monkeypatch.setattr(f"{sampling}.host.{name}", never)
-    for name in ("DrawBatch", "edits_to_send", "make_edits", "draw", "described"):
-        monkeypatch.setattr(f"{sampling}.device.{name}", never)
+    for name in ("DrawBatch", "edits_to_send", "make_edits", "draw", "describe"):
+        monkeypatch.setattr(f"{sampling}.choices.{name}", never)
     assert tokens_of(logits, batch) == logits.argmax(-1).tolist()
 
 
