@@ -41,7 +41,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     attention_backend: str = "auto",
     provider: MemoryProvider | None = None,
 ) -> DropInCache | SourceCache:
-    """A cache for one ``model.generate(…, past_key_values=quire.cache(model, strategy))``.
+    """Make a cache for one ``model.generate(…, past_key_values=quire.cache(model, strategy))``.
 
     ``strategy`` is ``contiguous``, ``growing``, ``paged`` or ``virtual``. ``max_model_len``
     (tokens, prompt and continuation) defaults to the model's own; ``kv_cache_memory_bytes``, the
