@@ -1,9 +1,8 @@
-"""A step's sampling: in numpy on the host, and on the device on which the logits lie.
+"""What sampling a step's tokens costs, from logits to tokens on the host.
 
 On a GPU the question is whether it pays to leave the logits there: beside it, all of them are
-copied to the host, where numpy samples. Without a GPU the question is the other one, why logits
-that lie on the host are sampled by numpy: beside it, the device's operations run on the CPU. Both
-choose the same tokens, which is looked at first. The candidates take turns.
+copied to the host, which samples. Both choose the same tokens, which is looked at first. The
+candidates take turns.
 """
 
 import json
@@ -66,7 +65,7 @@ def plan_of(num_rows: int, kind: dict[str, Any]) -> StepPlan:
 
 
 def calls_of(logits: Tensor, plan: StepPlan) -> dict[str, Call]:
-    ours, peer = LogitsSampler(), LogitsSampler(as_on_device=logits.is_cpu)
+    ours, peer = LogitsSampler(), LogitsSampler()
 
     def own() -> object:
         return ours.sample(logits, plan)
@@ -74,6 +73,8 @@ def calls_of(logits: Tensor, plan: StepPlan) -> dict[str, Call]:
     def other() -> object:
         return peer.sample(logits.cpu(), plan)
 
+    if logits.is_cpu:
+        return {OURS: own, AGAIN: own}
     tokens = [[result.token_ids for result in call()] for call in (own, other)]  # type: ignore
     if tokens[0] != tokens[1]:
         differing = sum(one != two for one, two in zip(*tokens, strict=True))
@@ -99,15 +100,18 @@ def measured(
 def table(cases: Sequence[Case], ours: str, peer: str) -> Table:
     rows = []
     for case in cases:
-        ratio = times_as_fast(case.timings[OURS], case.timings[PEER])
+        peers = case.timings.get(PEER)
+        ratio = None if peers is None else times_as_fast(case.timings[OURS], peers)
         noise = times_as_fast(case.timings[OURS], case.timings[AGAIN])
         rows.append(
             [
                 case.kind,
                 str(case.num_rows),
                 f"{1e3 * case.timings[OURS].median_s:.3f}",
-                f"{1e3 * case.timings[PEER].median_s:.3f}",
-                f"{ratio.median:.2f} ({ratio.least:.2f} … {ratio.greatest:.2f})"
+                "–" if peers is None else f"{1e3 * peers.median_s:.3f}",
+                "–"
+                if ratio is None
+                else f"{ratio.median:.2f} ({ratio.least:.2f} … {ratio.greatest:.2f})"
                 + ("" if ratio.all_clean else " *"),
                 f"{noise.median:.2f} (± {noise.spread:.2f})",
             ]
@@ -118,6 +122,8 @@ def table(cases: Sequence[Case], ours: str, peer: str) -> Table:
 
 def claims(cases: Sequence[Case], ours: str, peer: str) -> Iterator[dict[str, Any]]:
     for case in cases:
+        if PEER not in case.timings:
+            continue
         ratio = times_as_fast(case.timings[OURS], case.timings[PEER])
         noise = times_as_fast(case.timings[OURS], case.timings[AGAIN])
         yield {
@@ -145,7 +151,7 @@ def main(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        ours, peer = "numpy", "the device's operations on the CPU"
+        ours, peer = "on the CPU", "–"
         console.print("There is no GPU here: what sampling costs on one was not measured.")
     else:
         ours, peer = "on the device", "copied to the host, numpy"

@@ -164,8 +164,8 @@ class Results:
         self._num = 0
 
     def add(self, tensor: Tensor) -> int:
-        """Add a tensor of any shape; return its number among what arrives."""
-        if self._waiting_bytes + tensor.nbytes > _MOST_BYTES:
+        """Its number among what arrives. On the CPU it is there already, and must not change."""
+        if self._device.type != "cpu" and self._waiting_bytes + tensor.nbytes > _MOST_BYTES:
             self._send()  # the device's memory is handed out again only after the copy
         self._waiting.append(tensor)
         self._waiting_bytes += tensor.nbytes
@@ -173,7 +173,9 @@ class Results:
         return self._num - 1
 
     def arrive(self) -> list[NDArray[Any]]:
-        """Wait for the device, once, and return all that was added, each in its shape."""
+        """All that was added. The host waits for the device, once."""
+        if self._device.type == "cpu":
+            return [tensor.numpy() for tensor in self._waiting]
         self._send()
         wait_for(self._device)
         found: list[NDArray[Any]] = []
@@ -227,9 +229,11 @@ def to_device(
     """Copy each array to the device, as a tensor of its shape and type.
 
     ``into``: u8, of at least ``staged_bytes``, to hold them. Arrays of the same shapes and types
-    come to lie at the same addresses in it, and overwrite what was there when the work that has
-    been launched so far is done.
+    come to lie at the same addresses in it; what was there is overwritten when the work that has
+    been launched so far is done. Without it a CPU reads the arrays where they are.
     """
+    if device.type == "cpu" and into is None:
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     staged = host_bytes(staged_bytes(arrays), device)
     room, start = staged.numpy(), 0
     places: list[tuple[int, Array]] = []

@@ -54,7 +54,7 @@ class KeptParts:
         self._attributes = [m.__dict__ for m in (*plain, *hooked)]
 
     def holds(self) -> bool:
-        """Whether all of it is still there."""
+        """Tell whether all of it is still there."""
         found = map(dict.get, self._owners, self._names)
         return (
             all(map(is_, found, self._values))
@@ -64,6 +64,7 @@ class KeptParts:
 
 
 def slots_of(*several: dict[str, Any]) -> tuple[Slot, ...]:
+    """List what dictionaries hold, as slots."""
     return tuple((own, name, value) for own in several for name, value in own.items())
 
 
@@ -80,7 +81,10 @@ class FusedModule:
 def stand_in(
     module: nn.Module, forward: Callable[..., Any], inside: tuple[nn.Module, ...] = ()
 ) -> FusedModule | str:
-    """Or why there is none: nothing would tell that the module does something else by now."""
+    """Make a fused module; or say why none is made.
+
+    A module that cannot be watched might do something else by now.
+    """
     if "forward" in vars(module):
         return "its owner has put another forward in its place"
     watch = WeightsWatch(module)
@@ -90,18 +94,18 @@ def stand_in(
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether calling a module does what its class says, and nothing more."""
+    """Tell whether calling a module does what its class says, and nothing more."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def random_like(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
-    """Of its dtype and where it lies, about one in size."""
+    """Make random numbers [*shape] of a tensor's dtype, where it lies, about one in size."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(like)
 
 
 def answer(part: Callable[..., Any], *given: Tensor) -> Any:
-    """What a part gives; None if it takes something else."""
+    """Call a part with tensors [...]; None if it takes something else."""
     try:
         return part(*given)
     except Exception:  # it is code that we know nothing of
@@ -109,7 +113,7 @@ def answer(part: Callable[..., Any], *given: Tensor) -> Any:
 
 
 def agrees(got: Tensor, want: Any, *, of_sums: bool = False) -> bool:
-    """Equal within one rounding of their dtype.
+    """Tell whether two tensors [*shape] are equal within one rounding of their dtype.
 
     In float32 sums that are taken in another order differ by some of its roundings: sixteen are
     allowed. ``of_sums``: what is computed is a sum, so one term's rounding is what counts, not that
@@ -126,7 +130,7 @@ def agrees(got: Tensor, want: Any, *, of_sums: bool = False) -> bool:
 
 
 def settings(module: nn.Module) -> frozenset[tuple[str, object]]:
-    """The plain values that a module has been made with: it may do something else by them."""
+    """Collect the plain values that a module has been made with: they may decide what it does."""
     plain = (int, float, str, type(None))
     return frozenset((n, v) for n, v in vars(module).items() if isinstance(v, plain))
 
@@ -147,7 +151,7 @@ class Linears:
         self._tried: dict[object, bool] = {}
 
     def find(self, module: nn.Module) -> FusedModule | str | None:
-        """A stand-in; why there is none; or None for what is no linear layer."""
+        """Find a stand-in; or say why there is none; None for what is no linear layer."""
         if not isinstance(module, nn.Linear):
             return None
         if reason := self.unsupported(module):
@@ -160,7 +164,7 @@ class Linears:
         return stand_in(module, forward)
 
     def find_siblings(self, module: nn.Module) -> list[FusedModule]:
-        """For the layers that make queries, keys and values: whichever comes first finds all."""
+        """Find stand-ins for the layers that make queries, keys and values in one product."""
         layers = [getattr(module, name, None) for name in _SIBLINGS]
         plain = [x for x in layers if isinstance(x, nn.Linear) and not self.unsupported(x)]
         if len(plain) < len(layers) or len({x.in_features for x in plain}) > 1:
@@ -172,7 +176,7 @@ class Linears:
         return [part for part in found if isinstance(part, FusedModule)]
 
     def unsupported(self, layer: nn.Linear) -> str | None:
-        """Why a linear layer keeps its own product; None if it need not."""
+        """Say why a linear layer keeps its own product; None if it need not."""
         if type(layer) is not nn.Linear:
             return "it is a linear layer of another kind"
         given = [p for p in (layer.weight, layer.bias) if p is not None]
@@ -209,7 +213,7 @@ class _Together:
         self._waiting: dict[int, Tensor] = {}
 
     def forward_of(self, index: int) -> Callable[[Tensor], Tensor]:
-        """What the layer of that number computes."""
+        """Return what the layer of that number computes."""
 
         def forward(x: Tensor) -> Tensor:
             if x is not self._input:
@@ -242,7 +246,7 @@ class GatedLayers:
         self._tried: dict[object, bool] = {}
 
     def find(self, module: nn.Module) -> FusedModule | str | None:
-        """A stand-in; why there is none; or None for what is no such layer."""
+        """Find a stand-in; or say why there is none; None for what is no such layer."""
         children = [module._modules.get(name) for name in _NAMES]
         if None in children:
             return None
@@ -335,7 +339,7 @@ class Norms:
         self._tried: dict[object, Norm | None] = {}
 
     def find(self, module: nn.Module) -> FusedModule | str | None:
-        """A stand-in; why there is none; or None for what is no such norm."""
+        """Find a stand-in; or say why there is none; None for what is no such norm."""
         weight, eps = module._parameters.get("weight"), _epsilon(module)
         if weight is None or weight.dim() != 1 or eps is None or module._modules:
             return None
@@ -409,7 +413,7 @@ class Rotations:
         self._watches: dict[int, WeightsWatch] = {}  # of files, by the functions' ids
 
     def find(self, module: nn.Module) -> FusedModule | None:
-        """A stand-in for a layer whose code calls that function, and calls it by its name."""
+        """Find a stand-in for a layer whose code calls that function by its name."""
         forward = type(module).forward
         if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
             return None

@@ -84,7 +84,7 @@ class WeightsWatch:
         )
 
     def holds(self) -> bool:
-        """Whether all of it is what it was."""
+        """Tell whether all of it is what it was."""
         try:
             return (
                 [*map(len, self._sized)] == self._sizes
@@ -97,11 +97,11 @@ class WeightsWatch:
             return False
 
     def places(self) -> list[int]:
-        """Where its tensors lie now."""
+        """List the addresses of its tensors."""
         return [*map(Tensor.data_ptr, self._tensors)]
 
     def changed(self) -> frozenset[Place]:
-        """The places of what is not what it was."""
+        """Return the places of what is not what it was."""
         found: set[Place] = set()
         for source, names, get, before in self._reads:
             if names:

@@ -43,7 +43,7 @@ from quire.units import ceil_div, format_bytes, format_count
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether memory was short at that moment: itself, or what it came from."""
+    """Tell whether memory was short at that moment: the error itself, or what it came from."""
     return any(
         isinstance(each, torch.OutOfMemoryError) or "out of memory" in str(each).lower()
         for each in _origins(error)
@@ -51,7 +51,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def put_in_order(device: torch.device, stream: Any, pool: Any) -> None:
-    """After a capture on ``stream`` into ``pool`` that failed, and whose graph is gone."""
+    """Restore torch after a capture on ``stream`` into ``pool`` that failed; its graph is gone."""
     with suppress(RuntimeError):  # what the pass launched there may use what others get next
         torch.cuda.current_stream(device).wait_stream(stream)
     if pool is not None and not _gives_back():
@@ -63,7 +63,7 @@ def put_in_order(device: torch.device, stream: Any, pool: Any) -> None:
 
 
 def give_back_pool(device: torch.device, pool: Any, num_failed: int) -> None:
-    """Of a pool all of whose graphs are gone: what ``num_failed`` captures still count for.
+    """Give back a pool whose graphs are gone, and for which ``num_failed`` captures still count.
 
     A torch that does not count them has given the memory back. To count less than none would
     spoil its allocator for good, so it is done only where unused memory stays taken.
@@ -125,7 +125,7 @@ class GraphCache(Protocol):
     """What the graphs read and write."""
 
     def settle(self) -> None:
-        """What is launched from now on finds every copy in it done."""
+        """Have what is launched later find every copy in it done."""
         ...
 
 
@@ -136,7 +136,7 @@ _PATIENCE = 1000  # steps until one that memory was short for is tried again; th
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Numbers of sequences, as vLLM has them: a step takes the next larger one."""
+    """List numbers of sequences, as vLLM has them: a step takes the next larger one."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)]
     return [size for size in sizes if size < most] + [most]
 
@@ -193,7 +193,7 @@ class CapturedDecodes:
         self._patience, self._num_to_pass = _PATIENCE, 0  # steps, before the next capture
 
     def capture(self, cache: GraphCache) -> None:
-        """All sizes, the largest first: the others fit into the memory that it has taken."""
+        """Capture all sizes, the largest first: the others fit into the memory that it took."""
         before = torch.cuda.memory_reserved(self._device)
         cache.settle()
         self._begin(cache)
@@ -210,7 +210,7 @@ class CapturedDecodes:
     def replay(
         self, cache: GraphCache, batches: Sequence[AttentionBatch], given: HostInputs
     ) -> Tensor | None:
-        """Logits [S, vocabulary] of a step with one token a sequence; None: it must be run.
+        """Replay a step with one token a sequence: logits [S, vocabulary]; None: it must be run.
 
         They are overwritten by the next one. ``cache``: what the graph reads and writes, which is
         another one when the engine has begun anew.

@@ -31,7 +31,7 @@ class ModelFingerprint:
         self.version = 0
 
     def look(self) -> bool:
-        """Before a pass: whether the model is what it was after the last one."""
+        """Tell, before a pass, whether the model is what it was after the last one."""
         if self._hooks_of_all != (hooks := _hooks_of_all()):
             self._hooks_of_all = hooks
             self.version += 1
@@ -54,7 +54,7 @@ class ModelFingerprint:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Around a pass of the model's own Python: what changes meanwhile, the pass changes."""
+        """Watch a pass of the model's own Python: what changes meanwhile, the pass changes."""
         try:
             yield
         finally:
@@ -65,7 +65,7 @@ class ModelFingerprint:
                 self._begin()
 
     def why_not_recorded(self) -> str | None:
-        """Why a pass may do something else another time, without a sign of it beforehand."""
+        """Say why a pass may do something else another time, without a sign of it beforehand."""
         if self._watch is None:
             self._begin()
         assert self._watch is not None

@@ -21,7 +21,7 @@ from quire.spec.model_files import called, find_folder
 
 
 def footprint(model: PreTrainedModel) -> Footprint:
-    """Of a model in memory, or on the meta device: what lies where the model computes."""
+    """Measure a model in memory, or on the meta device: what lies where it computes."""
     parameters = [*model.parameters()]  # walked once: half a millisecond in a model of 0.1 B
     weights_bytes, counted_bytes = _weighed(device_of(model), (*parameters, *model.buffers()))
     config = model.config.get_text_config()
@@ -41,7 +41,7 @@ def footprint(model: PreTrainedModel) -> Footprint:
 
 
 def weights_of(model: PreTrainedModel) -> tuple[int, int]:
-    """Bytes of what lies where the model computes; and of these, what counts as used memory."""
+    """Count the bytes of what lies where the model computes, and of these the used memory."""
     return _weighed(device_of(model), (*model.parameters(), *model.buffers()))
 
 
@@ -58,7 +58,7 @@ def _weighed(device: torch.device, every: Iterable[Tensor]) -> tuple[int, int]:
 def outline(
     name: str | Path | None = None, *, dtype: str = "auto"
 ) -> tuple[str, Footprint, ModelSpec]:
-    """A folder's or a hub name's footprint and memory, its weights left where they are.
+    """Return a folder's or a hub name's footprint and memory, its weights left where they are.
 
     Raises: ModelNotLoadable, UnsupportedModel.
     """

@@ -1,8 +1,8 @@
 """A model's own parts exchanged for faster ones that compute the same, for one pass at a time.
 
 What has no stand-in runs as it is, and the log says why, once for each class. Between two passes
-the model is its owner's, as it was. What he has changed meanwhile is tried anew, and other threads
-that use a module during a pass find it as it is.
+the model is its owner's, as it was. What the owner has changed meanwhile is tried anew, and other
+threads that use a module during a pass find it as it is.
 """
 
 import logging
@@ -44,7 +44,7 @@ class FusedModules:
         self._find()
 
     def in_place(self) -> AbstractContextManager[None]:
-        """While it lasts this thread computes with them; then the model has its own parts back."""
+        """Have this thread compute with them; afterwards the model has its own parts back."""
         if self._version != self.watch.version:
             self._version = self.watch.version
             if not all(part.holds() for part in self._parts):
@@ -68,7 +68,7 @@ class FusedModules:
                 own.pop("forward", None)
 
     def _find(self) -> None:
-        """All anew: what a class or a file has changed, has changed what was tried of it."""
+        """Find all anew: what changed in a class or a file, changed what was tried of it."""
         self._parts, told = _found(self._model, self.cpu)
         if told != self._told:
             for line in told:
@@ -96,7 +96,7 @@ def _forward_of(part: FusedModule, turn: _Turn) -> Callable[..., Any]:
 
 
 def _found(model: PreTrainedModel, cpu: CpuLinear) -> tuple[list[FusedModule], list[str]]:
-    """The largest parts first: what they contain needs nothing of its own. And what to tell."""
+    """Find the largest parts first, for what they contain needs nothing; and what to tell."""
     linears = Linears(cpu)
     gated, norms, rotations = GatedLayers(cpu, linears), Norms(cpu), Rotations(cpu)
     parts: list[FusedModule] = []

@@ -48,9 +48,11 @@ _SPARE = 1.25  # so many times the weights must be free: something is to be left
 
 
 def hold_in_memory(model: PreTrainedModel) -> int:
-    """Copy weights that are mapped from files into memory of this process; how many bytes.
+    """Copy weights that are mapped from files into memory of this process; return the bytes.
 
     Nothing is copied where the machine has no huge pages, or too little memory.
+
+    Raises: MemoryUnavailable.
     """
     mapped = _mapped(model)
     total = sum(tensor.nbytes for tensor in mapped.values())
@@ -204,7 +206,7 @@ def _placed(
 
 
 def features_shape(loaded: LoadedModel) -> tuple[int, int] | None:
-    """What a model hears, [mels, frames], of which two are a token; None for one that reads ids."""
+    """Return what a model hears, [mels, frames], two a token; None for one that reads ids."""
     model = loaded.model
     if model.main_input_name != "input_features":
         return None
@@ -213,7 +215,7 @@ def features_shape(loaded: LoadedModel) -> tuple[int, int] | None:
 
 
 def auto_class(config: Any) -> Any:
-    """Transformers' class for what a config describes: one that reads a source, or text alone."""
+    """Choose Transformers' class for a config: one that reads a source, or text alone."""
     if not getattr(config, "is_encoder_decoder", False):
         return AutoModelForCausalLM
     hears = type(config) in AutoModelForSpeechSeq2Seq._model_mapping
@@ -281,7 +283,7 @@ def _inside(model: Any) -> str:
 
 
 def read_config(source: str, folder: Path | None) -> tuple[Any, ModelSpec]:
-    """Transformers' reading of config.json and ours, which is the one of ``quire plan``."""
+    """Read config.json as Transformers does and as we do, which is that of ``quire plan``."""
     spec = hub_spec(source) if folder is None else ModelSpec.from_file(folder)
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False), spec

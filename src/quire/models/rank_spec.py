@@ -18,7 +18,7 @@ _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "qkv", "query_key_value")
 
 
 def part_spec(name: str, config: Any, spec: ModelSpec, num_ranks: int) -> ModelSpec:
-    """A rank's part of ``spec``; ``config`` is Transformers'.
+    """Return a rank's part of ``spec``; ``config`` is Transformers'.
 
     Raises: UnsupportedModel for a model that is not cut, ConfigError for heads that do not divide.
     """
@@ -26,7 +26,7 @@ def part_spec(name: str, config: Any, spec: ModelSpec, num_ranks: int) -> ModelS
 
 
 def part_of_type(name: str, spec: ModelSpec, num_ranks: int) -> ModelSpec:
-    """The same where there is a spec and no config: the plan is that of the class.
+    """Return the same where there is a spec and no config: the plan is that of the class.
 
     Raises: UnsupportedModel, ConfigError, as ``part_spec``.
     """
@@ -75,5 +75,5 @@ def _part(name: str, plan: Mapping[str, str], spec: ModelSpec, num_ranks: int) -
 
 
 def tensor_parallel_plan(config: Any) -> dict[str, str]:
-    """Transformers' rules for the layers of a config's text model; nothing if it has none."""
+    """Return Transformers' rules for the layers of a config's text model, if it has any."""
     return dict(getattr(config.get_text_config(), "base_model_tp_plan", None) or {})

@@ -40,7 +40,7 @@ class Hearing:
 
     @classmethod
     def of(cls, loaded: LoadedModel, begins: tuple[int, ...], max_model_len: int) -> "Hearing":
-        """``begins``: what ``generate`` begins a text with that is not told of a language.
+        """Read a model's; ``begins`` is what ``generate`` begins with if no language is given.
 
         ``max_model_len``: tokens of a text, of which half may be what was said before.
         """
@@ -69,20 +69,20 @@ class Hearing:
         )
 
     def check(self, task: Task) -> None:
-        """Raises: RequestError for a model that cannot be spoken to, or does no such task."""
+        """Check a task. Raises: RequestError for a model that hears nothing, or lacks the task."""
         if self.why_not:
             raise RequestError(f"{self.name} hears nothing: {self.why_not}")
         if task == "translate" and not (self.language_ids and task in self._task_ids):
             raise RequestError(f"{self.name} was not trained to translate: ask for a transcription")
 
     def features(self, samples: NDArray[np.float32]) -> Tensor:
-        """Of f32[up to window_samples], what the model is given: f32[mels, frames]."""
+        """Compute the model's input: f32[up to window_samples] → f32[mels, frames]."""
         made = self._extractor(samples, sampling_rate=self.sampling_rate, return_tensors="pt")
         features: Tensor = made.input_features[0]
         return features
 
     def language_of(self, given: str) -> str:
-        """The code of a language by its code or its name. Raises: RequestError."""
+        """Return a language's code by its code or its name. Raises: RequestError."""
         code = next((own for own, name in self._languages.items() if name == given.lower()), given)
         code = code.lower()
         if code not in self.language_ids and (self.language_ids or code != "en"):
@@ -91,11 +91,11 @@ class Hearing:
         return code
 
     def name_of(self, code: str) -> str:
-        """Of a language, in English."""
+        """Return a language's name, in English."""
         return self._languages.get(code, code)
 
     def begins(self, task: Task, language: str) -> tuple[int, ...]:
-        """The tokens that a text begins with."""
+        """Return the tokens that a text begins with."""
         begins = self._begins
         if self.language_ids:
             own = self._task_ids.get(task)
@@ -105,7 +105,7 @@ class Hearing:
         return (*begins, self._no_timestamps)
 
     def previous(self, text: str) -> tuple[int, ...]:
-        """The last tokens of what was said before, to stand in front of what a text begins with.
+        """Return the last tokens of what was said before, to stand in front of a text's first ones.
 
         Raises: RequestError for a model that is told nothing of it, or special tokens.
         """

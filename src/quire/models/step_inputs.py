@@ -40,7 +40,7 @@ class HostInputs:
     states: StateBatch | None = None
 
     def on(self, device: torch.device, batches: Sequence[AttentionBatch]) -> Inputs:
-        """On a device, with the batches."""
+        """Bring them to a device, with the batches."""
         if device.type == "cpu":
             found = [torch.from_numpy(array) for array in self.arrays]
         else:
@@ -54,7 +54,7 @@ class HostInputs:
         return [self.token_ids, self.positions, self.logits_at, *states]
 
     def placed(self, found: Sequence[Tensor]) -> Inputs:
-        """``found``: its arrays on the device, and perhaps others behind them."""
+        """Return them as tensors [n], the first ones of ``found``."""
         token_ids, positions, logits_at, *states = found[: len(self.arrays)]
         return Inputs(
             token_ids=token_ids,
@@ -65,7 +65,7 @@ class HostInputs:
 
 
 def batch_arrays(batches: Sequence[AttentionBatch]) -> list[Array]:
-    """What kernels on a device read; the tables come last, for their width differs."""
+    """List what kernels on a device read; the tables come last, for their width differs."""
     return [
         *(array for batch in batches for array in _fixed(batch)),
         *(batch.tables.numpy().astype(np.int32) for batch in batches),
@@ -79,7 +79,10 @@ def place_batches(
     *,
     max_context_len: int | None = None,
 ) -> None:
-    """Tell batches where their arrays are. ``max_context_len``: if it may be longer than now."""
+    """Tell batches where their arrays are: ``found``, as ``batch_arrays`` lists them: [n].
+
+    ``max_context_len``: if it may be longer than now.
+    """
     tables = found[(_PER_BATCH - 1) * len(batches) :]
     for number, batch in enumerate(batches):
         starts, context_lens, slots = found[(_PER_BATCH - 1) * number :][: _PER_BATCH - 1]

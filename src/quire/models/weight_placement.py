@@ -24,7 +24,7 @@ _FOR_SOME = 0.7  # if only some do: they are slow enough, so that what is read e
 
 
 def device_map(source: str, weights_bytes: int, device: torch.device) -> dict[str, Any]:
-    """What Transformers is told when it loads; nothing if all weights have room.
+    """Choose what Transformers is told when it loads; nothing if all weights have room.
 
     Raises: ConfigError where some have none, and Accelerate, which would bring them over, is not
     installed.
@@ -53,7 +53,7 @@ def device_map(source: str, weights_bytes: int, device: torch.device) -> dict[st
 
 
 def weights_bytes(model: PreTrainedModel) -> int:
-    """Of a model in memory, or on the meta device; tied weights count once."""
+    """Count the bytes of a model in memory, or on the meta device; tied weights count once."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -73,7 +73,7 @@ def move_to(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where a model computes.
+    """Find where a model computes.
 
     Raises: ConfigError for one whose layers do so in several places.
     """
@@ -89,7 +89,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def is_offloaded(model: PreTrainedModel) -> bool:
-    """Whether some weights are brought over for each pass."""
+    """Tell whether some weights are brought over for each pass."""
     placed: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
     several = {_device(where) for where in placed.values()}
     return None in several and len(several) > 1

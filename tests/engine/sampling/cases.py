@@ -1,7 +1,6 @@
 """Sequences, plans and logits for tests of the sampler, and the sampler in each of its ways.
 
-``host`` is numpy; ``device`` is what is done on a device, here done with the host's tensors; and
-``cuda`` is the same on a GPU, where there is one.
+``host`` is the host's logits; ``cuda`` is the same on a GPU, where there is one.
 """
 
 import math
@@ -23,7 +22,7 @@ from quire.engine.step_plan import Draw, Sampled, StepPlan
 from quire.sampling_params import SamplingParams
 
 HAS_GPU = torch.cuda.is_available()
-WAYS = ["host", "device", *([pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_GPU else [])]
+WAYS = ["host", *([pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_GPU else [])]
 EOS = frozenset([0, 3])
 VOCAB = 50
 
@@ -152,7 +151,7 @@ class Ways:
     def __call__(self, seed: int = 0, eos: frozenset[int] = frozenset()) -> LogitsSampler | Moved:
         if self.way == "cuda":
             return Moved(LogitsSampler(seed, eos))
-        return LogitsSampler(seed, eos, as_on_device=self.way == "device")
+        return LogitsSampler(seed, eos)
 
     @contextmanager
     def taken(self, way: str) -> Iterator[None]:

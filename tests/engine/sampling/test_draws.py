@@ -9,32 +9,36 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from engine.sampling.cases import VOCAB, assert_follows, rows, sequence
 from engine.sampling.slow import number_of
-from quire.engine.sampling.host import cut
-from quire.engine.sampling.logits_processors import Edits, TokenCounts
+from quire.engine.sampling.draws import Filters, cut, floors_by_sorting, floors_of_largest
+from quire.engine.sampling.logits_processors import (
+    Edits,
+    TokenCounts,
+    edits_to_send,
+    make_edits,
+)
 from quire.engine.sampling.rng import (
     drawn,
     key_of_seed,
     key_of_sequence,
     keys_at,
     padded,
-    passed,
     uniforms,
 )
 
 
 @pytest.mark.parametrize("which", ["places of one sequence", "seeds", "sequences", "engine seeds"])
 def test_numbers_are_even_and_neighbours_are_independent(which: str) -> None:
-    num, places = 40_000, np.zeros(40_000, np.int64)
+    num, places = 40_000, [0] * 40_000
     match which:
         case "places of one sequence":
-            keys, places = [key_of_seed(0)] * num, np.arange(num)
+            keys, places = [key_of_seed(0)] * num, [*range(num)]
         case "seeds":
             keys = [key_of_seed(seed) for seed in range(num)]
         case "sequences":
             keys = [key_of_sequence(0, seq_id) for seq_id in range(num)]
         case _:
             keys = [key_of_sequence(seed, 0) for seed in range(num)]
-    several = uniforms(keys_at(np.array(keys, np.uint64), places), 0, 3)
+    several = uniforms(torch.from_numpy(keys_at(keys, places)), 0, 3).numpy()
     assert ((several > 0) & (several < 1)).all()
     numbers = several[:, 0]
     _, second, third = (several * 20).astype(int).T
@@ -46,27 +50,33 @@ def test_numbers_are_even_and_neighbours_are_independent(which: str) -> None:
 
 @given(seed=st.integers(-(2**70), 2**70), place=st.integers(0, 2**40))
 def test_numbers_are_the_twins(seed: int, place: int) -> None:
-    key = keys_at(np.array([key_of_seed(seed)], np.uint64), np.array([place]))
+    key = torch.from_numpy(keys_at([key_of_seed(seed)], [place]))
     assert uniforms(key, 5, 2).tolist() == [[number_of(seed, place, 5), number_of(seed, place, 6)]]
 
 
 @given(
     weights=st.lists(st.sampled_from([0.0, 1e-30, 0.1, 0.25, 1.0]), min_size=1, max_size=400),
-    number=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 1 - 2.0**-53])),
-    key=st.integers(0, 2**64 - 1),
+    top_p=st.one_of(st.floats(0, 1, exclude_min=True), st.sampled_from([2.0**-53, 1 - 2.0**-53])),
+    key=st.integers(-(2**63), 2**63 - 1),
 )
-@example(weights=[0.0] * 130 + [1e-30] + [0.0] * 200, number=1 - 2.0**-53, key=0)
-def test_a_token_without_weight_never_comes(weights: list[float], number: float, key: int) -> None:
+@example(weights=[0.0] * 130 + [1e-30] + [0.0] * 200, top_p=1 - 2.0**-53, key=0)
+def test_a_token_without_weight_never_comes(weights: list[float], top_p: float, key: int) -> None:
     assume(any(weights))
-    room = np.zeros((1, padded(len(weights))), np.float32)
-    room[0, : len(weights)] = weights
-    assert room[0, drawn(room, np.array([key], np.uint64))[0]] > 0
-    token = int(passed(room, np.array([number]))[0])
-    assert room[0, token] > 0
-    sums = np.cumsum(room[0], dtype=np.float64)
-    share = number * sums[-1]
-    assert sums[token] >= share * (1 - 1e-6)
-    assert (sums[token - 1] if token else 0.0) <= share * (1 + 1e-6)
+    room = padded(torch.tensor([weights]))
+    assert room[0, drawn(room, torch.tensor([key]))[0]] > 0
+    filters = Filters(
+        torch.tensor([len(weights)]), torch.tensor([1 - top_p]).double(), torch.zeros(1)
+    )
+    for floors in (
+        floors_by_sorting(room, filters),
+        floors_of_largest(room, filters, len(weights)),
+    ):
+        assert floors[0] > 0
+        sums = np.cumsum(np.sort(room[0].double().numpy()))
+        share = (1 - top_p) * sums[-1]
+        below = room[0][room[0] < floors[0]].double().sum().item()
+        assert below <= share * (1 + 1e-6)
+        assert room[0][room[0] <= floors[0]].double().sum().item() >= share * (1 - 1e-6)
 
 
 def test_weights_that_move_a_little_seldom_change_a_draw() -> None:
@@ -75,12 +85,11 @@ def test_weights_that_move_a_little_seldom_change_a_draw() -> None:
     rng = np.random.default_rng(1)
     logits = 2 * rng.standard_normal((num, vocab))
     moved = logits + 0.01 * rng.standard_normal((num, vocab))
-    keys = keys_at(np.arange(num, dtype=np.uint64), np.zeros(num, np.int64))
+    keys = torch.from_numpy(keys_at([*range(num)], [0] * num))
     pair = []
     for each in (logits, moved):
-        room = np.zeros((num, padded(vocab)), np.float32)
-        room[:, :vocab] = np.exp(each - each.max(-1, keepdims=True))
-        pair.append(drawn(room, keys))
+        room = torch.from_numpy(np.exp(each - each.max(-1, keepdims=True))).float()
+        pair.append(drawn(padded(room), keys).numpy())
     shares = [np.exp(each) / np.exp(each).sum(-1, keepdims=True) for each in (logits, moved)]
     moved_share = 0.5 * np.abs(shares[0] - shares[1]).sum(-1).mean()
     assert (pair[0] != pair[1]).mean() < 4 * moved_share
@@ -100,19 +109,24 @@ def test_filters_by_hand() -> None:
         (3, 0.6, 0.25): 2,  # 8 of 14 are not enough
     }
     for (top_k, top_p, min_p), count in kept.items():
-        weights = np.zeros((1, padded(5)), np.float32)
-        weights[0, :5] = np.array([8, 4, 2, 1, 1]) / 8
-        cut(weights, np.array([top_k]), np.array([top_p]), np.array([min_p]))
-        assert np.count_nonzero(weights) == count, (top_k, top_p, min_p)
+        filters = Filters(
+            torch.tensor([top_k or 5]), torch.tensor([1 - top_p]).double(), torch.tensor([min_p])
+        )
+        weights = padded(torch.tensor([[8, 4, 2, 1, 1]]) / 8)
+        for floors in (floors_by_sorting(weights, filters), floors_of_largest(weights, filters, 5)):
+            kept_of_them = weights.clone()
+            cut(kept_of_them, floors)
+            assert kept_of_them.count_nonzero() == count, (top_k, top_p, min_p)
 
 
 def test_the_repetition_penalty_is_transformers() -> None:
     own, logits = sequence([1, 4, 4], [7], repetition_penalty=1.7), rows(1, spread=0.7)
-    tally, edits, found = TokenCounts(own, with_prompt=True), Edits(VOCAB), logits.clone().numpy()
+    tally, edits, found = TokenCounts(own, with_prompt=True), Edits(VOCAB), logits.clone()
     tally.add(7)
     edits.penalise(0, tally, own.request.params)
-    edits.make(found)
+    sent = edits_to_send(edits)
+    make_edits(found, {name: torch.from_numpy(array) for name, array in sent.items()})
     want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([own.token_ids]), logits)
     assert 0 < logits[0, [1, 4, 7]].max() < 1
     assert logits[0, [1, 4, 7]].min() < 0
-    torch.testing.assert_close(torch.from_numpy(found), want)
+    torch.testing.assert_close(found, want)

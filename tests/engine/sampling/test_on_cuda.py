@@ -11,7 +11,7 @@ import torch._dynamo  # before anything is pretended: it looks at all that torch
 
 import pretend
 from engine.sampling.cases import plan_of, rows, sequence
-from engine.sampling.test_device import EOS, mixed_batch
+from engine.sampling.test_choices import EOS, mixed_batch
 from quire import LLM, SamplingParams
 from quire.engine import assembly
 from quire.engine.sampling import LogitsSampler
@@ -28,7 +28,7 @@ def gpu() -> Iterator[Any]:
 def test_a_mixed_batch_is_what_it_is_on_the_host(gpu: Any) -> None:
     batch, drafts, logits = mixed_batch()
     plan = plan_of(batch, drafts)
-    want = LogitsSampler(0, EOS, as_on_device=True).sample(logits, plan)
+    want = LogitsSampler(0, EOS).sample(logits, plan)
     there = logits.to("cuda")
     gpu.reset()
     assert LogitsSampler(0, EOS).sample(there, plan) == want
@@ -60,7 +60,7 @@ def test_prompt_logprobs_come_with_the_tokens(gpu: Any) -> None:
     own = sequence(list(range(20)), prompt_logprobs=2, logprobs=1)
     plan = StepPlan.of([Chunk(sequence=own, start=0, stop=20, samples=True)])
     logits = rows(20)
-    (want,) = LogitsSampler(as_on_device=True).sample(logits, plan)
+    (want,) = LogitsSampler().sample(logits, plan)
     told, own.prompt_logprobs = own.prompt_logprobs, []
     gpu.reset()
     assert LogitsSampler().sample(logits.to("cuda"), plan) == [want]

@@ -217,6 +217,13 @@ def test_guesses_change_nothing(kind: dict[str, Any], seed: int, random: Any) ->
     assert text_of(sequence(**kind, seed=seed), 16, guess=guess) == alone
 
 
+def test_a_guess_counts_for_min_tokens() -> None:
+    own, logits = sequence([1], [5], min_tokens=2, temperature=0.0), rows(2)
+    logits[:, 3], logits[:, 7] = 50.0, 40.0  # the end, and what comes where it is barred
+    (result,) = sampler_of(0, EOS).sample(logits, plan_of([own], [(7,)]))
+    assert result.token_ids == (7, 3)
+
+
 def test_right_guesses_are_all_taken_at_once() -> None:
     alone = text_of(sequence(seed=1), 6)
     own, drafts = sequence(seed=1), tuple(alone[:5])
@@ -427,11 +434,8 @@ def test_a_greedy_batch_costs_one_argmax(monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("more was done")
 
     sampling = "quire.engine.sampling"
-    monkeypatch.setattr(f"{sampling}.logits_processors.Edits.make", never)
-    for name in ("weights_of", "cut", "drawn", "logprobs_of"):
-        monkeypatch.setattr(f"{sampling}.host.{name}", never)
-    for name in ("DrawBatch", "edits_to_send", "make_edits", "draw", "described"):
-        monkeypatch.setattr(f"{sampling}.device.{name}", never)
+    for name in ("DrawBatch", "edits_to_send", "make_edits", "draw", "describe"):
+        monkeypatch.setattr(f"{sampling}.choices.{name}", never)
     assert tokens_of(logits, batch) == logits.argmax(-1).tolist()
 
 

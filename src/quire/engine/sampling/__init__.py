@@ -1,8 +1,8 @@
 """From logits to tokens: what a sequence's parameters make of the model's word.
 
-``sampler`` is the way through; each other module is one step of it. Everything works on all rows at
-once: in numpy for logits in the host's memory, which it reads several times faster than torch does
-on a CPU; and in torch, in ``device``, for logits on a device, which stay there.
+``sampler`` is the way through; each other module is one step of it. All rows are worked on at once,
+by torch, where the logits lie. On a processor numpy does what it does several times faster than
+torch, over the same memory: the largest, exp and sorting.
 """
 
 from quire.engine.sampling.sampler import LogitsSampler

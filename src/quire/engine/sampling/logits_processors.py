@@ -5,10 +5,12 @@ twice, and a sequence that was preempted or is new here gives the same.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quire.engine.sequence import Request, Sequence
 from quire.sampling_params import SamplingParams
@@ -64,16 +66,16 @@ class TokenCounts:
 
 # -- edits -----------------------------------------------------------------------------------------
 
-# Changes to rows of logits before a token is chosen: gathered row by row, made all at once.
-#
-# ``make`` makes them in numpy; ``device.edits`` makes the same on a device.
+# Changes to rows of logits before a token is chosen: gathered row by row, made all at once where
+# the logits lie.
 
 
 Ids = NDArray[np.int64]
+Arrays = dict[str, NDArray[Any]]
 
 
 class Edits:
-    """In the order in which they are made: what is barred, biases, penalties.
+    """Changes in the order in which they are made: masks, what is barred, biases, penalties.
 
     Definitions: vLLM's. The repetition penalty divides a logit above 0 and multiplies one below;
     then the frequency penalty is subtracted as often as the token came, the presence penalty once.
@@ -88,66 +90,109 @@ class Edits:
         self.penalties: list[tuple[int, Ids, Ids, SamplingParams]] = []
 
     def bar(self, row: int, token_ids: list[int]) -> None:
-        """These must not come."""
+        """Exclude tokens from a row."""
         self.barred.append((row, self._known(token_ids)))
 
     def allow(self, row: int, bits: NDArray[np.uint8]) -> None:
-        """Only these may come; a bit a token, the lowest of a byte first."""
+        """Exclude all tokens but some: u8[vocabulary / 8], a bit a token, a byte's lowest first."""
         self.masks.append((row, bits))
 
     def bias(self, row: int, biases: Mapping[int, float]) -> None:
+        """Add to the logits of some tokens of a row."""
         token_ids = self._known(list(biases))
         values = np.array([biases[token_id] for token_id in token_ids.tolist()], np.float32)
         self.biases.append((row, token_ids, values))
 
     def penalise(self, row: int, tally: TokenCounts, params: SamplingParams) -> None:
-        """As the tally stands now."""
+        """Add the penalties of the tokens that have come so far."""
         self.penalties.append((row, tally.token_ids.copy(), tally.counts.copy(), params))
 
     def __bool__(self) -> bool:
         return bool(self.masks or self.barred or self.biases or self.penalties)
 
-    def make(self, logits: NDArray[np.float32]) -> None:
-        if self.masks:
-            every_byte = np.arange(256, dtype=np.uint8)[:, None]
-            is_clear = np.unpackbits(every_byte, axis=1, bitorder="little") == 0
-            terms = np.where(is_clear, np.float32(-np.inf), np.float32(0))  # of a byte's 8 tokens
-            with np.errstate(invalid="ignore"):  # a row with +inf was no good before
-                for row, bits in self.masks:
-                    logits[row] += terms.take(bits, axis=0).ravel()[: self.vocab_size]
-        if self.barred:
-            ids = [ids for _, ids in self.barred]
-            logits[_rows([row for row, _ in self.barred], ids), np.concatenate(ids)] = -np.inf
-        if self.biases:
-            ids = [ids for _, ids, _ in self.biases]
-            values = np.concatenate([values for _, _, values in self.biases])
-            logits[_rows([row for row, _, _ in self.biases], ids), np.concatenate(ids)] += values
-        if self.penalties:
-            self._make_penalties(logits)
-
-    def _make_penalties(self, logits: NDArray[np.float32]) -> None:
-        ids = [ids for _, ids, _, _ in self.penalties]
-        where = _rows([row for row, _, _, _ in self.penalties], ids), np.concatenate(ids)
-        counts = np.concatenate([counts for _, _, counts, _ in self.penalties])
-        each = [
-            (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-            for _, _, _, p in self.penalties
-        ]
-        spread = np.repeat(np.array(each, np.float32), [len(own) for own in ids], axis=0)
-        repetition, frequency, presence = spread.T
-        found = logits[where]
-        found = np.where(found > 0, found / repetition, found * repetition)
-        logits[where] = found - frequency * counts - presence * (counts > 0)
-
     def _known(self, token_ids: list[int]) -> Ids:
-        """Without those that the model has no logit for."""
+        """Leave out the tokens that the model has no logit for."""
         ids = np.array(token_ids, np.int64)
         return ids[ids < self.vocab_size]
 
 
-def _rows(rows: list[int], ids: list[Ids]) -> Ids:
-    """Each row as often as it has ids."""
-    return np.repeat(np.array(rows, np.int64), [len(own) for own in ids])
+def edits_to_send(edits: Edits) -> Arrays:
+    """Return all that ``make_edits`` needs, by name.
+
+    Ids and counts of a long text are many, so they travel as 32 bits each, and the rows that they
+    belong to as one length a row.
+
+    Raises: IndexError for an id without a logit. On a device an index that is too large would end
+    the process's work there.
+    """
+    arrays: Arrays = {}
+    if edits.masks:
+        arrays["mask_rows"] = np.array([row for row, _ in edits.masks])
+        arrays["mask_bits"] = np.stack([bits for _, bits in edits.masks])
+    if edits.barred:
+        arrays |= _spread("barred", [(row, ids) for row, ids in edits.barred], edits.vocab_size)
+    if edits.biases:
+        places = [(row, ids) for row, ids, _ in edits.biases]
+        arrays |= _spread("biased", places, edits.vocab_size)
+        arrays["biases"] = np.concatenate([values for _, _, values in edits.biases])
+    if edits.penalties:
+        places = [(row, ids) for row, ids, _, _ in edits.penalties]
+        arrays |= _spread("penalised", places, edits.vocab_size)
+        counts = [counts for _, _, counts, _ in edits.penalties]
+        arrays["counts"] = np.concatenate(counts).astype(np.int32)
+        each = [
+            (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+            for _, _, _, p in edits.penalties
+        ]
+        arrays["penalties"] = np.array(each, np.float32)
+    return arrays
+
+
+def make_edits(logits: Tensor, sent: Mapping[str, Tensor]) -> None:
+    """Change logits f32[R, vocabulary], contiguous, as ``edits_to_send`` said."""
+    vocab_size = logits.shape[-1]
+    if "mask_rows" in sent:
+        rows, bits = sent["mask_rows"], sent["mask_bits"]
+        places = torch.arange(8, device=logits.device, dtype=torch.uint8)
+        is_clear = ((bits[:, :, None] >> places) & 1) == 0  # of a byte's 8 tokens
+        is_clear = is_clear.view(len(bits), -1)[:, :vocab_size]
+        logits.index_copy_(0, rows, logits[rows].masked_fill_(is_clear, -torch.inf))
+    flat = logits.view(-1)
+    if "barred_ids" in sent:
+        places, _ = _places("barred", sent, vocab_size)
+        flat.index_fill_(0, places, -torch.inf)
+    if "biases" in sent:
+        places, _ = _places("biased", sent, vocab_size)
+        flat.index_copy_(0, places, flat[places] + sent["biases"])
+    if "penalties" in sent:
+        places, owners = _places("penalised", sent, vocab_size)
+        repetition, frequency, presence = sent["penalties"][owners].unbind(-1)
+        found, counts = flat[places], sent["counts"].double()
+        found = torch.where(found > 0, found / repetition, found * repetition).double()
+        # In float64 and rounded once.
+        found -= frequency.double() * counts
+        found -= presence.double() * (counts > 0)
+        flat.index_copy_(0, places, found.float())
+
+
+def _spread(name: str, places: list[tuple[int, Ids]], vocab_size: int) -> Arrays:
+    ids = np.concatenate([ids for _, ids in places]).astype(np.int32)
+    if len(ids) and ids.max() >= vocab_size:
+        raise IndexError(f"token {ids.max()} has no logit: there are {vocab_size}")
+    return {
+        f"{name}_ids": ids,
+        f"{name}_rows": np.array([row for row, _ in places]),
+        f"{name}_lengths": np.array([len(ids) for _, ids in places]),
+    }
+
+
+def _places(name: str, sent: Mapping[str, Tensor], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Find where in all logits each id is, and the entry that it belongs to: both i64[ids]."""
+    ids, rows = sent[f"{name}_ids"], sent[f"{name}_rows"]
+    entries = torch.arange(len(rows), device=ids.device)
+    # With its size known, there is nothing to wait for.
+    owners = entries.repeat_interleave(sent[f"{name}_lengths"], output_size=len(ids))
+    return rows[owners] * vocab_size + ids, owners
 
 
 # -- bad words -------------------------------------------------------------------------------------
@@ -170,7 +215,7 @@ class BadWords:
                 self.num_before = max(self.num_before, len(word) - 1)
 
     def barred(self, before: list[int]) -> list[int]:
-        """``before``: the last tokens that were generated, ``num_before`` of them if there are."""
+        """Return what must not follow the last ``num_before`` tokens that were generated."""
         words = self._after.get(before[-1], ()) if before else ()
         return self._always + [
             word[-1] for word in words if tuple(before[1 - len(word) :]) == word[:-1]
@@ -178,7 +223,7 @@ class BadWords:
 
 
 def ends_of(request: Request, eos_token_ids: Iterable[int]) -> list[int]:
-    """The tokens that end a request's text."""
+    """Return the tokens that end a request's text, in order."""
     params = request.params
     return sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
 
@@ -190,14 +235,13 @@ Bits: TypeAlias = NDArray[np.uint8]
 
 
 class Rules:
-    """Of one sequence. ``key`` is of its randomness."""
+    """What one sequence's parameters say. ``key`` is that of its randomness."""
 
     def __init__(self, sequence: Sequence, key: int, eos_token_ids: frozenset[int]) -> None:
         request = sequence.request
         params = request.params
         self.key = key
         self.is_greedy = params.temperature == 0 or params.top_k == 1
-        self.is_filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         self.matcher = request.grammar.matcher() if request.grammar is not None else None
         self.params = params
         self._sequence, self._token_ids = sequence, sequence.token_ids
@@ -221,11 +265,11 @@ class Rules:
         self._allowed: Bits | None = None  # made when the first row is there
 
     def follows(self, sequence: Sequence) -> bool:
-        """Whether it is still the text that is known here, with more at its end at most."""
+        """Tell whether it is still the text that is known here, with more at its end at most."""
         return sequence.token_ids is self._token_ids and len(self._token_ids) >= self._num_counted
 
     def write(self, edits: Edits, row: int, drafts: tuple[int, ...]) -> None:
-        """What has to change in row ``row``, and for each draft in one more, if it is reached."""
+        """Add what changes in row ``row``, and for each draft in one more, if it is reached."""
         self._catch_up()
         allowed = self._allowed_of(edits.vocab_size)
         if self.matcher is not None:
@@ -243,7 +287,7 @@ class Rules:
                 self._tally.take_back(draft)
 
     def _write_one(self, edits: Edits, row: int, before: tuple[int, ...]) -> None:
-        """Of one row; ``before`` are the drafts before it, which the tally counts already."""
+        """Add one row's; ``before`` are the drafts before it, which the tally counts already."""
         sequence = self._sequence
         request = sequence.request
         is_first = not before and not sequence.num_output_tokens

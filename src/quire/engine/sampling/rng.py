@@ -6,99 +6,97 @@ rounding has moved the weights a little, it ends differently only as often as th
 place where summed weights pass a number would move with all the weights before it. So that few
 numbers are needed, blocks of weights race first, and then those of the block that has won.
 
+Torch has no unsigned 64-bit arithmetic. Sums and products of int64 wrap around to the same bits,
+and what a shift to the right brings in from the sign is masked away.
+
 Source: splitmix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
 """
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_BLOCK = 128  # weights that are summed before any of them is looked at
-_CACHED = 2**18  # weights; 1 MiB
+BLOCK = 128  # weights that are summed before any of them is looked at
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST_FACTOR = 0xBF58476D1CE4E5B9
+_SECOND_FACTOR = 0x94D049BB133111EB
+_WRAP = 2**64
+
+# -- keys ------------------------------------------------------------------------------------------
 
 
 def key_of_seed(seed: int) -> int:
-    """The key of a sequence that was given a seed, any whole number."""
-    return int(_mixed(np.array([seed % 2**64], np.uint64))[0])
+    """Return the key of a sequence that was given a seed, any whole number."""
+    number = seed % _WRAP
+    number = (number ^ (number >> 30)) * _FIRST_FACTOR % _WRAP
+    number = (number ^ (number >> 27)) * _SECOND_FACTOR % _WRAP
+    return number ^ (number >> 31)
 
 
 def key_of_sequence(engine_seed: int, seq_id: int) -> int:
-    """The key of one that was not."""
-    keys = np.array([key_of_seed(engine_seed)], np.uint64)
-    return int(_mixed(keys + np.array([seq_id % 2**64], np.uint64) * _GOLDEN)[0])
+    """Return the key of a sequence that was given no seed."""
+    return key_of_seed(key_of_seed(engine_seed) + seq_id * _GOLDEN)
 
 
-def keys_at(keys: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """A key for each token ``places[i]`` of the sequence with ``keys[i]``."""
-    return _mixed(keys + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+def keys_at(keys: list[int], places: list[int]) -> NDArray[np.int64]:
+    """Return the key of each token ``places[i]`` of the sequence with ``keys[i]``: i64[R]."""
+    found = [
+        key_of_seed(key + (place + 1) * _GOLDEN) for key, place in zip(keys, places, strict=True)
+    ]
+    return np.array(found, np.uint64).view(np.int64)
 
 
-def uniforms(keys: NDArray[np.uint64], first: int, count: int) -> NDArray[np.float64]:
-    """Numbers ``first`` to ``first + count`` of each key, above 0 and below 1: [len(keys), count].
+# -- draws -----------------------------------------------------------------------------------------
 
-    The last bit is 1, so that none of them is 0.
+
+def uniforms(keys: Tensor, first: int, count: int) -> Tensor:
+    """Return numbers ``first`` to ``first + count`` of each key, above 0 and below 1.
+
+    Shapes: keys i64[R], the bits of unsigned keys; f64[R, count]. The last bit of a number is 1, so
+    that none of them is 0.
     """
-    numbers = np.arange(first + 1, first + count + 1, dtype=np.uint64)
-    bits = _mixed(keys[:, None] + numbers * _GOLDEN) >> np.uint64(11)
-    return (bits.astype(np.float64) + 0.5) * 2.0**-53
+    numbers = torch.arange(first + 1, first + count + 1, device=keys.device) * _signed(_GOLDEN)
+    bits = _shifted(_mixed(keys[:, None] + numbers), 11)
+    return (bits.double() + 0.5) * 2.0**-53
 
 
-def rows_at_once(num_weights: int) -> int:
-    """So many rows that what is computed with them stays in a processor's own cache."""
-    return max(1, _CACHED // num_weights)
+def padded(weights: Tensor) -> Tensor:
+    """Return weights [R, vocabulary] with zeros up to whole blocks: [R, blocks x BLOCK]."""
+    missing = -weights.shape[-1] % BLOCK
+    return torch.nn.functional.pad(weights, (0, missing)) if missing else weights
 
 
-def padded(num_weights: int) -> int:
-    """How many weights a row has room for in ``drawn``; those past its end are 0."""
-    return -(-num_weights // _BLOCK) * _BLOCK
+def drawn(weights: Tensor, keys: Tensor) -> Tensor:
+    """Draw a token of each row, each as often as its weight says: i64[R].
 
-
-def drawn(weights: NDArray[np.float32], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """A token of each row, each as often as its weight says.
-
-    Shapes: weights [R, padded(vocabulary)], none below 0 and some above; keys [R].
+    Shapes: weights f32[R, blocks x BLOCK], none below 0 and some above; keys i64[R].
     """
-    blocks = weights.reshape(len(weights), -1, _BLOCK)
-    block = _winners(blocks.sum(-1), keys, _BLOCK)
-    return block * _BLOCK + _winners(blocks[np.arange(len(blocks)), block], keys, 0)
+    blocks = weights.view(len(weights), -1, BLOCK)
+    # The numbers of both rounds at once: the first ones are for the tokens of the block that wins.
+    handicaps = -uniforms(keys, 0, BLOCK + blocks.shape[1]).log()
+    # In float64, so that neither the device nor the number of rows decides how a sum is rounded.
+    block = (blocks.sum(-1, dtype=torch.float64) / handicaps[:, BLOCK:]).argmax(-1)
+    return block * BLOCK + (block_of(blocks, block) / handicaps[:, :BLOCK]).argmax(-1)
 
 
-def _winners(
-    weights: NDArray[np.float32], keys: NDArray[np.uint64], first: int
-) -> NDArray[np.int64]:
-    """The token that wins each row's race, run with its key's numbers from ``first`` on."""
-    handicaps = -np.log(uniforms(keys, first, weights.shape[1]))
-    winners: NDArray[np.int64] = (weights / handicaps).argmax(-1)
-    return winners
+def block_of(blocks: Tensor, block: Tensor) -> Tensor:
+    """Return one block of each row: blocks [R, blocks, BLOCK], block i64[R] → [R, BLOCK]."""
+    return blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0]
 
 
-def passed(weights: NDArray[np.float32], numbers: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The first token of each row where the sum of the weights is above its number's share.
-
-    Shapes: weights [R, padded(vocabulary)], none below 0 and some above; numbers [R], in [0, 1).
-    """
-    blocks = weights.reshape(len(weights), -1, _BLOCK)
-    sums = blocks.sum(-1).cumsum(-1, dtype=np.float64)
-    block, left = _passed(sums, numbers * sums[:, -1])
-    inside = blocks[np.arange(len(blocks)), block].cumsum(-1, dtype=np.float64)
-    token, _ = _passed(inside, left)
-    return block * _BLOCK + token
+def _mixed(numbers: Tensor) -> Tensor:
+    numbers = (numbers ^ _shifted(numbers, 30)) * _signed(_FIRST_FACTOR)
+    numbers = (numbers ^ _shifted(numbers, 27)) * _signed(_SECOND_FACTOR)
+    return numbers ^ _shifted(numbers, 31)
 
 
-def _passed(
-    sums: NDArray[np.float64], shares: NDArray[np.float64]
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Where growing sums first are above a share, and what is left of it there.
-
-    A share that rounding has lifted to the whole falls on the last that adds something.
-    """
-    shares = np.minimum(shares, np.nextafter(sums[:, -1], 0.0))
-    first = (sums <= shares[:, None]).sum(-1)
-    before = np.where(first > 0, sums[np.arange(len(sums)), first - 1], 0.0)
-    return first, shares - before
+def _shifted(numbers: Tensor, num_bits: int) -> Tensor:
+    """Shift to the right, zeros coming in."""
+    mask: int = 2 ** (64 - num_bits) - 1
+    return (numbers >> num_bits) & mask
 
 
-def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return numbers ^ (numbers >> np.uint64(31))
+def _signed(number: int) -> int:
+    """Return the whole number of 64 bits whose bits are those of one above 2 ** 63."""
+    return number - _WRAP

@@ -1,7 +1,7 @@
-"""The way from a step's logits to its tokens: edit, choose, and hold the drafts against it.
+"""The way from a step's logits to its tokens: edit, choose, and compare the drafts with the choice.
 
-The rows are worked on where the logits lie, on the host or on a device. The sampler decides
-nothing about when a text ends, but for a grammar in which nothing can follow.
+The rows are worked on where the logits lie. The sampler decides nothing about when a text ends, but
+for a grammar in which nothing can follow.
 """
 
 import logging
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.devices import wait_for
-from quire.engine.sampling.batch import Choices, Lot, SamplingBatch, Wanted
-from quire.engine.sampling.device import DeviceChoices
-from quire.engine.sampling.host import HostChoices
+from quire.engine.sampling.choices import Choices, SamplingBatch, Wanted
+from quire.engine.sampling.draws import Lot
 from quire.engine.sampling.logits_processors import Edits, Rules
 from quire.engine.sampling.rng import key_of_seed, key_of_sequence
 from quire.engine.sequence import Fault, Request, Sequence
@@ -29,20 +28,13 @@ log = logging.getLogger(__name__)
 class LogitsSampler:
     """Chooses the tokens of every draw; remembers the rules of each sequence until it ends."""
 
-    def __init__(
-        self,
-        seed: int = 0,
-        eos_token_ids: frozenset[int] = frozenset(),
-        *,
-        as_on_device: bool = False,  # the host's logits too
-    ) -> None:
+    def __init__(self, seed: int = 0, eos_token_ids: frozenset[int] = frozenset()) -> None:
         self._seed, self._eos_token_ids = seed, eos_token_ids
-        self._as_on_device = as_on_device
-        self._on_host = False  # the device's logits too
+        self._on_host = False  # a device's logits are copied to the host
         self._rules: dict[int, Rules] = {}
 
     def sample(self, logits: Tensor, plan: StepPlan) -> list[Sampled]:
-        """What each of ``plan.draws`` gives, from its rows of ``logits`` ([rows, vocabulary]).
+        """Choose the tokens of each of ``plan.draws``, from its rows of logits [R, vocabulary].
 
         Prompts that are to have log-probabilities get those of ``plan.prompt_rows``. Done twice,
         it gives the same. For logits on a device the host waits once, at the end: all that it
@@ -68,9 +60,9 @@ class LogitsSampler:
         return _with_logprobs(choices, plan.draws, firsts, results) if work.wanted else results
 
     def try_out(self, device: torch.device, dtype: torch.dtype, vocab_size: int) -> None:
-        """Choose from some logits on a device; where the host chooses others, leave it to the host.
+        """Choose from some logits on a device, and on the host from then on if the choices differ.
 
-        That is said aloud.
+        The log says so.
         """
         plan = _trial_plan(vocab_size)
         logits = torch.randn(
@@ -84,16 +76,14 @@ class LogitsSampler:
             self.forget(draw.sequence)
 
     def _choices(self, logits: Tensor, work: SamplingBatch) -> Choices:
-        if logits.is_cpu and not self._as_on_device:
-            return HostChoices(logits, work)
-        if self._on_host:
-            return HostChoices(logits.cpu(), work)
+        if logits.is_cpu or self._on_host:
+            return Choices(logits.cpu(), work)
         try:
-            return DeviceChoices(logits, work)
+            return Choices(logits, work)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # an operation that it lacks, most of all
-            choices = HostChoices(logits.cpu(), work)  # raises, if it was the step that failed
+            choices = Choices(logits.cpu(), work)  # raises, if it was the step that failed
             self._leave_to_host(one_line(error))
             return choices
 

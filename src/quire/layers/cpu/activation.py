@@ -22,12 +22,14 @@ _MOST = 127.0  # 2 ** this is finite
 
 
 def torch_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """Return torch's function, [n] → [n], for an activation of ``ACTIVATIONS``."""
     if name == "silu":
         return functional.silu
     return partial(functional.gelu, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 def activate(code: Code, x: Value, name: str) -> Value:
+    """Compute an activation of sixteen floats."""
     if name == "silu":
         return _over_one_plus_exp(code, x, code.b.fmul(x, code.floats(-LOG2_E)))
     if name == "gelu_tanh":

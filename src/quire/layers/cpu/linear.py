@@ -48,7 +48,7 @@ class CpuLinear:
         self.most_rows = most_rows
 
     def unsupported(self, weights: Sequence[Tensor]) -> str | None:
-        """Why there is no kernel for weights [N, K] of one input; None if there is."""
+        """Say why there is no kernel for weights [N, K] of one input; None if there is one."""
         first = weights[0]
         if first.device.type != "cpu":
             return f"it reads memory of the CPU, not of {first.device}"
@@ -68,7 +68,7 @@ class CpuLinear:
         return None
 
     def bind(self, weights: Sequence[Tensor], biases: Biases | None = None) -> "BoundLinear":
-        """Products of the same input: weights [N, K], biases [N] or none.
+        """Make the products of the same input: weights [N, K], biases [N] or none.
 
         Raises: ValueError where ``unsupported`` gives a reason, or for biases of other shapes.
         """
@@ -77,7 +77,7 @@ class CpuLinear:
     def bind_gated(
         self, gate: Tensor, up: Tensor, activation: str, biases: Biases | None = None
     ) -> "BoundGated":
-        """act(x · Gᵀ) * (x · Uᵀ), for an activation of ``ACTIVATIONS``.
+        """Make act(x · Gᵀ) * (x · Uᵀ) of G, U [N, K], for an activation of ``ACTIVATIONS``.
 
         Raises: ValueError as ``bind``, and for gate and up of different shapes.
         """
@@ -243,7 +243,7 @@ class _Product:
 
 
 def rows_more(num_rows: int) -> int:
-    """How many rows of zeros torch is to multiply besides: seven, or an eighth of those at most.
+    """Count the rows of zeros that torch multiplies besides: seven, or an eighth at most.
 
     In 16 bits oneDNN compiles a product for every number of rows, which takes milliseconds, and
     keeps it: half a MiB of each for as long as the process lives. So there are eight numbers from

@@ -41,15 +41,15 @@ class ProductShape:
     activation: str | None = None  # of the first matrix's outputs, times the second's
 
     def pairs(self, isa: Isa) -> bool:
-        """Whether inputs are bfloat16 pairs; else they become float32."""
+        """Tell whether inputs are bfloat16 pairs; else they become float32."""
         return self.tiles or (isa.bf16_dot and self.kind == "bf16")
 
     def step(self, isa: Isa) -> int:
-        """Inputs that are multiplied at once, by one instruction a row."""
+        """Count the inputs that are multiplied at once, by one instruction a row."""
         return 2 * LANES if self.pairs(isa) else LANES
 
     def most_rows(self, isa: Isa) -> int:
-        """So many are multiplied faster here than by torch, which packs weights first.
+        """Return the most rows that are faster here than by torch, which packs weights first.
 
         Measured on two cores with AMX, torch held back to what an older CPU has. Where a CPU does
         not know bfloat16 or float16, torch is a few times slower from two rows on.
@@ -65,7 +65,7 @@ class ProductShape:
         return 64 if not known else 16 if wide else 8
 
     def scratch_bytes(self, isa: Isa, num_rows: int, num_inputs: int) -> int:
-        """Of a thread: room for a tile, the sums of two blocks, and all inputs."""
+        """Count the bytes of a thread: a tile, the sums of two blocks, and all inputs."""
         panels = ceil_div(num_rows, LANES)
         inputs = panels * LANES * ceil_div(num_inputs, self.step(isa)) * LINE_BYTES
         return align_up(ROOM_BYTES + PANEL_BYTES * 2 * panels + inputs, _PAGE_BYTES)
@@ -76,7 +76,7 @@ class ProductShape:
 
 
 def items_of(widths: Sequence[int], row_bytes: int, threads: int) -> Numbers:
-    """The outputs of each matrix, cut into items: i64[items, len(ITEM)]."""
+    """Cut the outputs of each matrix into items: i64[items, len(ITEM)]."""
     blocks = sum(ceil_div(width, BLOCK) for width in widths)
     most = min(_ITEM_BYTES // (BLOCK * row_bytes), blocks // (threads * _ITEMS_A_THREAD))
     step = BLOCK * max(1, most)

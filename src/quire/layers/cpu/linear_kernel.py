@@ -43,7 +43,7 @@ from quire.layers.cpu.linear_frame import (
 
 
 def copy_rest(code: Code, element_bytes: int, source: Int, count: Int, target: Int) -> None:
-    """``count`` elements, and zeros up to a whole line."""
+    """Copy ``count`` elements, and zeros up to a whole line."""
     typ = {4: I32, 2: I16}[element_bytes]
     code.write(ir.Constant(ir.VectorType(I8, LINE_BYTES), [0] * LINE_BYTES), target)
     code.each(
@@ -222,7 +222,7 @@ def _sum(code: Code, value: Value) -> Value:
 
 
 def write_turn(code: Code) -> None:
-    """(sums of a panel): [16 outputs][16 rows] become [16 rows][16 outputs], where they are."""
+    """Add (sums of a panel): [16 outputs][16 rows] become [16 rows][16 outputs], where they are."""
     sums = code.params[0]
     places = [sums + n * LINE_BYTES for n in range(LANES)]
     for place, line in zip(places, code.transpose([code.load(p) for p in places]), strict=True):
@@ -231,7 +231,7 @@ def write_turn(code: Code) -> None:
 
 
 def write_finish(code: Code, shape: ProductShape) -> None:
-    """(sums, the other's, count, bias, the other's, out, its row bytes, room for a line)."""
+    """Add (sums, the other's, count, bias, the other's, out, its row bytes, room for a line)."""
     sums, others, count, bias, other_bias, out, out_row, room = code.params
 
     def with_bias(place: Int, bias: Int) -> Value:

@@ -88,7 +88,7 @@ def each_piece(
     carried: list[Value],
     body: Callable[[Int, int, list[Value]], list[Value]],
 ) -> list[Value]:
-    """``body(first element, count, carried)`` over a row, at most two vectors at a time."""
+    """Run ``body(first element, count, carried)`` over a row, at most two vectors at a time."""
     whole = width - width % (2 * LANES)
     if whole:
         carried = code.loop(
@@ -100,7 +100,7 @@ def each_piece(
 
 
 def load_piece(code: Code, address: Int, first: Int, count: int, kind: str) -> list[Value]:
-    """Elements [first, first + count) of a row, as vectors of floats; zeros behind them."""
+    """Load elements [first, first + count) of a row as vectors of floats; zeros behind them."""
     size = KIND_BYTES[kind]
     at = address + first * size
     return [
@@ -111,7 +111,7 @@ def load_piece(code: Code, address: Int, first: Int, count: int, kind: str) -> l
 def store_piece(
     code: Code, values: list[Value], address: Int, first: Int, count: int, kind: str
 ) -> None:
-    """The other way: each float as the nearest element of a kind."""
+    """Store each float as the nearest element of a kind."""
     size = KIND_BYTES[kind]
     at = address + first * size
     if kind == "bf16" and code.isa.bf16_convert and count == 2 * LANES:
@@ -370,7 +370,7 @@ class Sums:
         self._found: dict[tuple[int, str], RowKernel] = {}
 
     def fit(self, a: Any, b: Any) -> bool:
-        """Whether there is a kernel for them."""
+        """Tell whether there is a kernel for them, each [..., width]."""
         tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
         return (
             tensors

@@ -163,7 +163,7 @@ class DropInCache(Cache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """As ``update``, for what a convolution reads."""
+        """Keep a convolution's inputs [rows, channels, n], as ``update`` keeps keys."""
         states = self._states_in(layer_idx, state_idx, is_scan=False)
         with self._steps.of_this_thread(ends=layer_idx == self._last_layer), torch.no_grad():
             full = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
@@ -172,18 +172,20 @@ class DropInCache(Cache):
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """As ``update``, for what a scan leaves."""
+        """Keep what a scan leaves, [rows, *state], as ``update`` keeps keys."""
         states = self._states_in(layer_idx, state_idx, is_scan=True)
         with self._steps.of_this_thread(ends=layer_idx == self._last_layer), torch.no_grad():
             kept = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
         return kept if states is None else states.scanned(recurrent_states, kept)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return what a convolution reads: [rows, channels, n]."""
         states = self._states_in(layer_idx, state_idx, is_scan=False)
         state = super().get_conv_state(layer_idx, state_idx)
         return state if states is None else states.shown(state, state_idx, is_scan=False)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return what a scan left: [rows, *state]."""
         states = self._states_in(layer_idx, state_idx, is_scan=True)
         state = super().get_recurrent_state(layer_idx, state_idx)
         return state if states is None else states.shown(state, state_idx, is_scan=True)
@@ -258,7 +260,7 @@ class DropInCache(Cache):
         )
 
     def rows_for(self, k: Tensor) -> BatchRows:
-        """The rows, made when the first keys arrive ([rows, K, T, D]) and tell how many there are.
+        """Return the rows, made when the first keys [rows, K, T, D] tell how many there are.
 
         Raises: ConfigError for a device or dtype that cannot be kept.
         """
@@ -278,7 +280,7 @@ class DropInCache(Cache):
         self._rows_like(state, self._model_dtype)
 
     def states_of(self, layer: int) -> tuple[Tensor, ...]:
-        """A recurrent layer's states as its spec lists them: [rows, *shape], a view each."""
+        """Return a recurrent layer's states as its spec lists them: [rows, *shape], a view each."""
         assert self._rows is not None, "states before the first of them"
         with self.whole_or_empty():
             return self._rows.states(layer)
@@ -342,7 +344,7 @@ class DropInCache(Cache):
         return family if family is not None and family.can_be_joined else None
 
     def usage(self) -> Usage:
-        """Bytes reserved, committed, used and wasted, as accounting knows them."""
+        """Count the bytes reserved, committed, used and wasted, as accounting knows them."""
         family = self._family_of_copies
         return Usage.nothing() if family is None else family.usage()
 
@@ -364,11 +366,13 @@ class DropInCache(Cache):
         self.close()
 
     def reset(self) -> None:
+        """Drop all that is kept: the next token is the first one."""
         for layer in self._other_layers:
             layer.reset()
         self.close()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i a copy of row ``beam_idx[i]``, i64[rows]."""
         with self._steps.of_this_thread(ends=True):
             for layer in self._other_layers:
                 layer.reorder_cache(beam_idx)
@@ -394,6 +398,7 @@ class DropInCache(Cache):
                     layer.cumulative_length = self._rows.num_tokens
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row as often as ``repeats`` says."""
         with self._steps.of_this_thread(ends=True):
             for layer in self._other_layers:
                 layer.batch_repeat_interleave(repeats)
@@ -401,6 +406,7 @@ class DropInCache(Cache):
                 self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``, i64[rows], in that order."""
         with self._steps.of_this_thread(ends=True):
             for layer in self._other_layers:
                 layer.batch_select_indices(indices)
@@ -422,7 +428,7 @@ class DropInCache(Cache):
 
     @contextmanager
     def whole_or_empty(self) -> Iterator[None]:
-        """If the system refuses pages half-way, give everything back: the cache begins anew."""
+        """Give everything back if the system refuses pages half-way: the cache begins anew."""
         try:
             yield
         except MemoryUnavailable:

@@ -47,7 +47,7 @@ class Owner(Protocol):
         ...
 
     def rows_for(self, k: Tensor) -> BatchRows:
-        """The rows of these keys ([rows, K, T, D]), made for them if there are none."""
+        """Return the rows of these keys [rows, K, T, D], made for them if there are none."""
         ...
 
     def begin_states(self, state: Tensor) -> None:
@@ -55,11 +55,11 @@ class Owner(Protocol):
         ...
 
     def states_of(self, layer: int) -> tuple[Tensor, ...]:
-        """All states of a layer, as its spec lists them: [rows, *shape], a view each."""
+        """Return all states of a layer, as its spec lists them: [rows, *shape], a view each."""
         ...
 
     def whole_or_empty(self) -> AbstractContextManager[None]:
-        """If the system refuses pages half-way, everything is given back."""
+        """Give everything back if the system refuses pages half-way."""
         ...
 
 
@@ -85,12 +85,12 @@ class _RefusedLayer(torch.autograd.Function):
 
 
 def has_gradients(*new: Tensor) -> bool:
-    """Whether a backward pass may reach these."""
+    """Tell whether a backward pass may reach these."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new)
 
 
 def without_gradients(kept: Tensor) -> Tensor:
-    """What was computed with gradients and kept without: usable, but not in a backward pass."""
+    """Return a tensor [*shape] without its gradients: usable, but not in a backward pass."""
     anchor = torch.empty(0, requires_grad=True)
     refused: Tensor = _RefusedLayer.apply(kept, anchor)  # type: ignore[no-untyped-call]
     return refused
@@ -128,7 +128,7 @@ class DropInLayer(CacheLayerMixin):
         return self._kept(1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raises: UnsupportedModel."""
+        """Check the shape of the first keys [rows, K, T, D]. Raises: UnsupportedModel."""
         got = tuple((x.shape[1], x.shape[3]) for x in (key_states, value_states))
         if got != self._attends.entry_shapes:
             raise UnsupportedModel(
@@ -143,6 +143,10 @@ class DropInLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
+        """Keep keys and values [rows, K, T, D], and return all of the layer's.
+
+        Raises: OutOfKVMemory, MemoryUnavailable, UnsupportedModel.
+        """
         rows = self._owner.rows_for(key_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -180,14 +184,16 @@ class DropInLayer(CacheLayerMixin):
         return pairs[0], pairs[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the keys that ``update`` will return."""
+        """Return (length, offset) of the keys that ``update`` will return."""
         first = self._attends.live_range(self.cumulative_length).start
         return self.cumulative_length + query_length - first, first
 
     def get_seq_length(self) -> int:
+        """Return how many tokens it holds."""
         return self.cumulative_length
 
     def get_max_length(self) -> int:
+        """Return how many tokens it may hold; -1 for no bound."""
         return -1  # anything else makes generate() treat the cache as static
 
     def begin_anew(self) -> None:
@@ -240,7 +246,7 @@ class LayerStates:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> None:
-        """Raises: UnsupportedModel."""
+        """Make the layer's tensors, [rows, *state] each. Raises: UnsupportedModel."""
         own = self.own
         if conv_states is not None:
             width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
@@ -277,7 +283,7 @@ class LayerStates:
                 self.own.conv_states[at] = kept
 
     def rows_changed(self) -> None:
-        """There are more rows than before, or fewer."""
+        """Note that there are more rows than before, or fewer."""
         for places, several in (
             (self._convolutions, self.own.conv_states),
             (self._scans, self.own.recurrent_states),
@@ -287,7 +293,7 @@ class LayerStates:
                     several[at] = self._owner.states_of(self._layer)[places[at]]
 
     def begin_anew(self) -> None:
-        """The memory is no longer ours."""
+        """Forget the memory, which is no longer ours."""
         LinearAttentionLayer.__init__(self.own, number_of_states=self.own.number_of_states)
         self.had_gradients = False
         self._copied.clear()
@@ -307,7 +313,7 @@ class LayerStates:
     # Transformers copies into its tensors and gives them back; both without gradients here.
 
     def convolved(self, new: Tensor, full: Tensor) -> Tensor:
-        """``full``, a convolution's inputs, with the gradients of the last ones, ``new``."""
+        """Return inputs [rows, channels, n] with the gradients of the last ones, ``new``."""
         if not torch.is_grad_enabled():
             return full
         earlier = full[..., : full.shape[-1] - new.shape[-1]]
@@ -317,14 +323,14 @@ class LayerStates:
         return torch.cat([earlier, new], -1)
 
     def scanned(self, new: Tensor, kept: Tensor) -> Tensor:
-        """A scan's state, with the gradients of what it was computed from."""
+        """Return a scan's state [rows, *state] with the gradients of what it was computed from."""
         if not torch.is_grad_enabled():
             return kept
         self.had_gradients |= has_gradients(new)
         return new
 
     def shown(self, state: Tensor | None, at: int, *, is_scan: bool) -> Tensor | None:
-        """A state that a layer goes on from, and may overwrite: a copy if gradients are asked for.
+        """Return a state [rows, *state] that a layer may overwrite: a copy if it has gradients.
 
         A backward pass needs what was there before. The copy stands for the state until it is put
         back (``settle``).
@@ -369,7 +375,7 @@ class LayerStates:
 def recurrent_layer(
     owner: Owner, layer: int, spec: RecurrentState, number_of_states: int
 ) -> LayerStates:
-    """A layer that keeps a state: of Transformers' own class, for which others look by type."""
+    """Make a layer that keeps a state: of Transformers' own class, which is looked for by type."""
     own = LinearAttentionLayer(number_of_states=number_of_states)
     states = LayerStates(owner, layer, spec, own)
     own.is_compileable = False
@@ -395,7 +401,7 @@ class DropInStateLayer(LinearAttentionLayer, DropInLayer):
         self.states = LayerStates(owner, layer, states, self)
 
     def lazy_initialization(self, *keys: Tensor, **states: Any) -> None:
-        """Transformers gives keys and values by place, states by name."""
+        """Prepare for keys and values, which Transformers gives by place, or states, by name."""
         if keys:
             DropInLayer.lazy_initialization(self, *keys)
         else:

@@ -87,7 +87,7 @@ class SourceCache(EncoderDecoderCache):
         return self.text.memory
 
     def usage(self) -> Usage:
-        """Bytes reserved, committed, used and wasted, as accounting knows them."""
+        """Count the bytes reserved, committed, used and wasted, as accounting knows them."""
         return self.text.usage()
 
     def close(self) -> None:
@@ -101,9 +101,11 @@ class SourceCache(EncoderDecoderCache):
         self.close()
 
     def reset(self) -> None:
+        """Drop all that is kept: the next token is the first one."""
         self.text.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i a copy of row ``beam_idx[i]``, i64[rows]."""
         self.text.reorder_cache(beam_idx)  # its rows take their sources along
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -114,9 +116,11 @@ class SourceCache(EncoderDecoderCache):
                 source.reset()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row as often as ``repeats`` says."""
         self.text.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``, i64[rows], in that order."""
         self.text.batch_select_indices(indices)
 
 
@@ -151,7 +155,7 @@ class SourceLayer(CacheLayerMixin):
         return self._read(1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raises: UnsupportedModel, RequestTooLong."""
+        """Make room for keys [rows, K, source, D]. Raises: UnsupportedModel, RequestTooLong."""
         spec = self._spec
         got = tuple((x.shape[1], x.shape[3]) for x in (key_states, value_states))
         said = tuple((state.shape[0], state.shape[2]) for state in spec.states)
@@ -180,6 +184,7 @@ class SourceLayer(CacheLayerMixin):
         return key_states, value_states
 
     def reset(self) -> None:
+        """Drop all that is kept: the next token is the first one."""
         self._written, self._length = None, 0
 
     def take_over(self, other: "SourceLayer") -> None:
@@ -191,9 +196,11 @@ class SourceLayer(CacheLayerMixin):
         return self.get_seq_length(), 0
 
     def get_seq_length(self) -> int:
+        """Return how many tokens it holds."""
         return self._length if self.is_written else 0
 
     def get_max_length(self) -> int:
+        """Return how many tokens it may hold; -1 for no bound."""
         return -1
 
     def _read(self, which: int) -> Tensor | None:

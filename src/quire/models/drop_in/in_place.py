@@ -62,7 +62,7 @@ class KVPlace:
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     def tensors(self, dtype: torch.dtype) -> tuple["Unread", "Unread"]:
-        """Keys [rows, K, n, D] and values [rows, K, n, Dv]."""
+        """Return keys [rows, K, n, D] and values [rows, K, n, Dv]."""
         num_rows, num_tokens = self._batch.num_seqs, int(self._batch.context_lens[0]) - self._start
         key, value = (
             Unread.over(self, which, (num_rows, heads, num_tokens, width), dtype)
@@ -71,7 +71,7 @@ class KVPlace:
         return key, value
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Them, gathered: a view where the rows lie at equal distances, else a copy."""
+        """Gather k [rows, K, n, D], v [rows, K, n, Dv]: a view of rows equally spaced."""
         if self._gathered is None:
             assert self._gather is not None
             self._gathered, self._gather = self._gather(), None
@@ -80,7 +80,7 @@ class KVPlace:
     def attend(
         self, q: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float, repeats: bool
     ) -> Tensor | None:
-        """Attention over them, q [rows, H, T, D] → [rows, H, T, Dv]; None: torch must compute it.
+        """Attend to them, q [rows, H, T, D] → [rows, H, T, Dv]; None: torch must compute it.
 
         ``repeats``: query heads may outnumber key-value heads.
         """
@@ -139,6 +139,7 @@ class Unread(Tensor):
     def over(
         cls, place: KVPlace, which: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> "Unread":
+        """Make what stands for keys or values that lie at ``place``."""
         # Code that reads past PyTorch's protocol finds NaN, not numbers that look right.
         outline = torch.full((1,), torch.nan, dtype=dtype).expand(shape)
         made = outline.as_subclass(cls)

@@ -39,7 +39,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     attention_backend: str = "auto",
     provider: MemoryProvider | None = None,
 ) -> DropInCache | SourceCache:
-    """A cache for one ``model.generate(…, past_key_values=quire.cache(model, strategy))``.
+    """Make a cache for one ``model.generate(…, past_key_values=quire.cache(model, strategy))``.
 
     ``strategy`` is ``contiguous``, ``growing``, ``paged``, ``virtual`` or the name of one that a
     package adds. ``max_model_len``

@@ -24,7 +24,7 @@ from quire.spec import CrossAttention, Group, RecurrentState
 
 
 def state_row_bytes(groups: Sequence[Group], page_bytes: int) -> int:
-    """What one row's states take, in whole pages."""
+    """Count the bytes of one row's states, in whole pages."""
     return sum(slot_bytes(group, page_bytes) for group in _recurrent(groups))
 
 
@@ -48,7 +48,7 @@ class RowStates:
         self._num_committed = 0  # rows with pages
 
     def layer(self, layer: int) -> tuple[Tensor, ...]:
-        """Each of a layer's states as the spec lists them: [rows, *shape], a view.
+        """Return each of a layer's states as the spec lists them: [rows, *shape], a view.
 
         Raises: MemoryUnavailable, and then only ``close`` is left.
         """
@@ -56,7 +56,7 @@ class RowStates:
         return tuple(kept[: self.num_rows] for kept in self._group_of[layer].layer(layer))
 
     def select(self, source_rows: list[int]) -> None:
-        """Row i becomes a copy of row ``source_rows[i]``; there may be more or fewer than before.
+        """Make row i a copy of row ``source_rows[i]``; there may be more or fewer than before.
 
         Raises: as ``layer``.
         """
@@ -71,7 +71,7 @@ class RowStates:
         self._back(self.num_rows)
 
     def take_over(self, other: "RowStates") -> None:
-        """Become a copy of another batch's states, of as many rows. Raises: as ``layer``."""
+        """Make them a copy of another batch's states, of as many rows. Raises: as ``layer``."""
         if not other._num_committed:
             return
         for layer in self._group_of:
@@ -79,7 +79,7 @@ class RowStates:
                 own.copy_(kept)
 
     def added_to(self, usage: Usage) -> Usage:
-        """The usage of keys and values, and of these."""
+        """Add these to the usage of keys and values."""
         taken = self._num_committed * self._row_bytes
         return replace(
             usage,
@@ -118,7 +118,7 @@ def _recurrent(groups: Sequence[Group]) -> list[Group]:
 
 
 def equally_spaced(places: Sequence[int]) -> slice | None:
-    """Them as a slice, if each lies behind the one before it at the same distance."""
+    """Return them as a slice, if each lies behind the one before it at the same distance."""
     step = places[1] - places[0] if len(places) > 1 else 1
     if step < 1 or any(b - a != step for a, b in pairwise(places)):
         return None
@@ -157,7 +157,7 @@ class Sources:
     def read(
         self, layer: int, seq_ids: Sequence[int], owners: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """They as they were written; ``owners`` (i64[rows]): whose place a row reads, if not its.
+        """Return them as written; ``owners`` i64[rows]: whose place a row reads, if not its own.
 
         A view where one place or equally distant ones are read, else a copy.
         """

@@ -108,15 +108,16 @@ class CacheFamily:
         return bool(self.batches) and not self._is_broken
 
     def num_rows(self, but: "BatchRows | None" = None) -> int:
-        """Rows of all batches, or of all but one."""
+        """Count the rows of all batches, or of all but one."""
         return sum(len(batch) for batch in self.batches if batch is not but)
 
     def new_ids(self, count: int) -> list[int]:
+        """Return sequence ids that no row had before."""
         self._next_id += count
         return list(range(self._next_id - count, self._next_id))
 
     def usage(self) -> Usage:
-        """Of all batches together."""
+        """Count the bytes of all batches together."""
         with self.lock:
             self.free_abandoned()
             usage = usage_with_tables(self.accounting, self.memory.page_bytes)
@@ -148,7 +149,7 @@ class CacheFamily:
             self.apply()
 
     def leave(self, batch: "BatchRows", seq_ids: list[int]) -> None:
-        """A batch has ended. The last one gives the storage back too."""
+        """End a batch. The last one gives the storage back too."""
         with self.lock:
             self.batches.discard(batch)
             if not self.batches:
@@ -162,7 +163,7 @@ class CacheFamily:
             self.leave_for_states(self.num_rows())
 
     def check_room_for(self, num_rows: int) -> None:
-        """Raises: OutOfKVMemory if all batches together would have too many rows."""
+        """Check the room for rows. Raises: OutOfKVMemory if all batches would have too many."""
         if num_rows > self.max_rows:
             raise OutOfKVMemory(
                 f"{num_rows} rows asked, {self.max_rows} at most: raise max_num_seqs"
@@ -241,14 +242,15 @@ class BatchRows:
         return self._family
 
     def usage(self) -> Usage:
-        """Of this batch and its copies."""
+        """Count the bytes of this batch and its copies."""
         return self._family.usage()
 
     def states_added_to(self, usage: Usage) -> Usage:
+        """Add the states of recurrent layers to the usage of keys and values."""
         return self._states.added_to(usage)
 
     def copy(self) -> "BatchRows":
-        """A batch that goes on by itself from here. Where blocks are shared, none is copied yet.
+        """Make a batch that goes on from here by itself. Shared blocks are not copied yet.
 
         Raises: OutOfKVMemory, and nothing has changed; MemoryUnavailable.
         """
@@ -280,7 +282,7 @@ class BatchRows:
         self.num_tokens = other.num_tokens
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
-        """A recurrent layer's states as its spec lists them: [rows, *shape], a view each.
+        """Return a recurrent layer's states as its spec lists them: [rows, *shape], a view each.
 
         Raises: MemoryUnavailable, and then only ``close`` is left.
         """
@@ -320,7 +322,7 @@ class BatchRows:
         )
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Entries of tokens [start, stop): k [rows, K, n, D], v [rows, K, n, Dv].
+        """Return entries of tokens [start, stop): k [rows, K, n, D], v [rows, K, n, Dv].
 
         A view where the rows lie at equal distances, else a copy.
         """
@@ -340,7 +342,7 @@ class BatchRows:
     def read_in_place(
         self, layer: int, start: int, begin: int, stop: int
     ) -> tuple[Tensor, Tensor] | None:
-        """The same as tensors that attention reads where they lie; None if there is no such way.
+        """Return k, v [rows, K, n, D] that attention reads where they lie; None if it cannot.
 
         The queries to come are those of tokens [begin, stop).
         """
@@ -363,13 +365,13 @@ class BatchRows:
             self._sources.write(layer, self._ids, k, v)
 
     def read_source(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Those keys and values: a view where the rows lie at equal distances, else a copy."""
+        """Return a source's k, v [rows, K, n, D]: a view of equally spaced rows, else a copy."""
         owners = None if self._beam_table is None else self._beam_table[:, 0]
         with self._family.lock:
             return self._sources.read(layer, self._ids, owners)
 
     def reorder(self, source_rows: Tensor) -> None:
-        """Row i becomes a copy of row ``source_rows[i]`` (i64[rows]).
+        """Make row i a copy of row ``source_rows[i]``, i64[rows].
 
         No key or value is moved. States are: the next token overwrites each of them.
         """

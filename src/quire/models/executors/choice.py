@@ -39,11 +39,11 @@ class Way(Protocol):
     def forward(
         self, step: PackedStep, token_ids: Tensor, positions: Tensor, logits_at: Tensor
     ) -> Tensor:
-        """Logits [S, vocabulary] at some of the packed tokens."""
+        """Compute logits [S, vocabulary] at some of the packed tokens, i64[S] of T."""
         ...
 
     def close(self) -> None:
-        """Let go of what was made of the model. Nothing is run any more."""
+        """Drop what was made of the model, which runs no more."""
         ...
 
 
@@ -55,7 +55,7 @@ def make_way(
     *,
     records: bool = True,
 ) -> Way:
-    """One of ``WAYS``. Raises: UnsupportedModel for a model that cannot be run so."""
+    """Make one of ``WAYS``. Raises: UnsupportedModel for a model that cannot be run so."""
     if loaded.spec.source_tokens and name != "alone":
         raise UnsupportedModel("each of its texts reads a source of its own, of another length")
     if name == "table":
@@ -91,6 +91,7 @@ class RoundedCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Add entries [1, K, T, D] to the layer's, rounded, and return all of these."""
         k, v = (
             dequantize(*quantize(x, self._dtype)).to(x.dtype) for x in (key_states, value_states)
         )
@@ -149,12 +150,12 @@ class Trial:
         self._loaded, self._kept_as, self._exact = loaded, kept_as, exact
 
     def first_stop(self, num_tokens: int) -> int:
-        """Where the first chunk ends if there is room for so many tokens."""
+        """Return where the first chunk ends if there is room for so many tokens."""
         half = (num_tokens + 1) // 2
         return self._past if half < self._past < num_tokens else half
 
     def judge(self, logits: Tensor, first: int) -> None:
-        """Logits [n, vocabulary] of the first n tokens, ``first`` of them in the first chunk.
+        """Judge logits [n, vocabulary] of the first n tokens, ``first`` of them in the first chunk.
 
         Raises: UnsupportedModel, with both figures.
         """
@@ -177,7 +178,7 @@ class Trial:
 
     @property
     def has_expectation(self) -> bool:
-        """Whether it is known what the model says by itself."""
+        """Tell whether it is known what the model says by itself."""
         return "_expected" in self.__dict__
 
     def expect(self) -> None:
@@ -241,12 +242,12 @@ def _require(deviation: Tensor, limit: float) -> None:
 
 
 def hides_errors(dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> bool:
-    """Whether a model in ``dtype`` may compute something else in a trial, and pass it."""
+    """Tell whether a model in ``dtype`` may compute something else in a trial, and pass it."""
     return dtype != torch.float32 or any(_MOST_WINDOW < _window(s) < _NO_WINDOW for s in specs)
 
 
 def limit_for(dtype: torch.dtype) -> float:
-    """How far logits may be apart that were computed in another order, or kept in ``dtype``.
+    """Return how far logits may be apart that were computed in another order, or kept in ``dtype``.
 
     In eight bits a product at the edge between two codes may fall to either side.
     """

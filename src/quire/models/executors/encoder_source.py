@@ -50,7 +50,7 @@ def kept_sources(
     chunks: Sequence[tuple[int, int, int]],
     sources: Sequence[Source],
 ) -> list[KeptSource]:
-    """Those of a step's chunks (sequence, start, stop)."""
+    """Return the sources of a step's chunks (sequence, start, stop)."""
     several = []
     for (seq_id, start, _), source in zip(chunks, sources, strict=True):
         places = {}
@@ -67,7 +67,7 @@ def kept_sources(
 def forward(
     model: PreTrainedModel, kept: KeptSource, text: "EncoderDecoderCache", token_ids: Tensor
 ) -> Tensor:
-    """Logits [n, vocabulary] of a chunk's token ids (i64[n]), with what is known of its source."""
+    """Compute logits [n, vocabulary] of a chunk's token ids i64[n] with what its source gave."""
     logits: Tensor = model(
         encoder_outputs=Encoded(last_hidden_state=_encoded(model, kept)),
         decoder_input_ids=token_ids[None],
@@ -78,7 +78,7 @@ def forward(
 
 
 def encode(model: PreTrainedModel, source: Source) -> Tensor:
-    """The encoder's output: [1, S, hidden]. Raises: ValueError for another length than expected."""
+    """Run the encoder: [1, S, hidden]. Raises: ValueError for another length than expected."""
     encoder = model.get_encoder()
     if source.features is not None:
         features = source.features[None].to(model.device, model.dtype)
@@ -114,7 +114,7 @@ class EncoderSourceLayer(CacheLayerMixin):
             self.keys, self.values = self._places
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to be done."""
+        """Do nothing: k and v [1, K, T, D] go elsewhere."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
@@ -138,7 +138,9 @@ class EncoderSourceLayer(CacheLayerMixin):
         return self.get_seq_length(), 0
 
     def get_seq_length(self) -> int:
+        """Return how many tokens it holds."""
         return self._places[0].shape[2] if self.is_initialized else 0
 
     def get_max_length(self) -> int:
+        """Return -1: it has no bound of its own."""
         return -1

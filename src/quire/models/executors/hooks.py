@@ -45,9 +45,9 @@ from quire.spec import AttentionSpec
 def gather(
     view: LayerView, batch: AttentionBatch, spec: AttentionSpec, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What the step's queries may read: k [1, K, all sequences' tokens, D], v [1, K, …, Dv].
+    """Copy what the step's queries may read: k [1, K, all sequences' tokens, D], v [1, K, …, Dv].
 
-    In the model's own ``dtype``, whatever they are kept in.
+    Both have the model's own ``dtype``, whatever they are kept in.
     """
     held = [read_sequence(view, batch, n, start) for n, (_, _, start, _) in _parts(batch, spec)]
     return (
@@ -67,7 +67,7 @@ def attend_gathered(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[T, H, Dv]. Raises: RuntimeError where tokens were added or lost on the way."""
+    """Attend sequence by sequence: [T, H, Dv]. Raises: RuntimeError where tokens were lost."""
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     first = 0
     for _, (begin, end, start, context_len) in _parts(batch, spec):
@@ -130,7 +130,7 @@ class PackedStep:
     hidden: list[Tensor] | None = None
 
     def in_states(self, number: int | None = None) -> AbstractContextManager[None]:
-        """Recurrent layers go on from their states: for a pass over the step, or one chunk."""
+        """Have recurrent layers go on from their states, for a pass over the step or one chunk."""
         return nullcontext() if self.states is None else self.states.in_place(number)
 
     @property
@@ -170,7 +170,7 @@ class EngineCache:
         return gather(view, batch, step.specs[layer_idx], key_states.dtype)
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
-        """What a token's place in the batch lacks to its position.
+        """Return what a token's place in the batch lacks to its position: i64[T].
 
         The model as a whole is given positions and builds no mask, so it needs none. A layer that
         asks (Llama 4's do) adds the answer to ``arange(T)``, and gets each token its own.
@@ -183,12 +183,13 @@ class EngineCache:
         return query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: it has no bound of its own."""
         return -1
 
 
 @contextmanager
 def reading_through_attend(model: PreTrainedModel) -> Iterator[None]:
-    """While it lasts the model reads through ``attend``; then it has its own attention back.
+    """Have a model read through ``attend``; afterwards it has its own attention back.
 
     Raises: UnsupportedModel for one whose attention does not go through Transformers' interface.
     """
@@ -214,7 +215,10 @@ def reading_through_attend(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def hearing_hidden(model: PreTrainedModel, step: PackedStep) -> Iterator[None]:
-    """While it lasts the step gets the last hidden states of a pass, if it is to have them."""
+    """Give a step the last hidden states of a pass, if it asks for them.
+
+    Raises: RuntimeError where the model's layers were not called as one module.
+    """
     heard = step.hidden
     if heard is None:
         yield
@@ -239,7 +243,7 @@ def make_step(
     batches: list[AttentionBatch],
     lenders: Mapping[int, int],
 ) -> PackedStep:
-    """``batches``: one for each of the accounting's groups that have tokens."""
+    """Make a step of batches, one for each of the accounting's groups that have tokens."""
     specs: dict[int, AttentionSpec] = {}
     by_layer: dict[int, AttentionBatch] = {}
     for group, batch in zip(attention_groups(accounting.groups), batches, strict=True):
@@ -263,7 +267,10 @@ def attend(  # noqa: PLR0913 - the signature is Transformers'
     quire_step: PackedStep | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention function (the read seam): [1, T, H, Dv]."""
+    """Attend, as Transformers' attention function (the read seam): [1, T, H, Dv].
+
+    Raises: RuntimeError where the step did not arrive, or the layer keeps nothing.
+    """
     if quire_step is None:
         raise RuntimeError("the step's keyword arguments did not reach the attention layers")
     layer = _layer_of(module, quire_step)

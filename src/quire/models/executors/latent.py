@@ -59,17 +59,17 @@ class AbsorbedLatent:
     key_width: int  # Dn: of a key's part that is not rotary
 
     def queries(self, q: Tensor) -> Tensor:
-        """What meets latents and rotary keys: [T, H, Dn + rope] → [T, H, R + rope]."""
+        """Turn queries so that they meet latents: [T, H, Dn + rope] → [T, H, R + rope]."""
         own, rotary = q[..., : self.key_width], q[..., self.key_width :]
         met = torch.bmm(own.transpose(0, 1), self.halves[0])  # [H, T, Dn] · [H, Dn, R]
         return torch.cat([met.transpose(0, 1), rotary], -1)
 
     def results(self, out: Tensor) -> Tensor:
-        """Values of sums of latents: [T, H, R] → [T, H, Dv]."""
+        """Turn sums of latents into values: [T, H, R] → [T, H, Dv]."""
         return torch.bmm(out.transpose(0, 1), self.halves[1].transpose(1, 2)).transpose(0, 1)
 
     def expand(self, latents: Tensor, rotary_keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The module's own: [1, 1, n, R] and [1, 1, n, rope] → keys and values [1, H, n, …]."""
+        """Expand as the module does: [1, 1, n, R] and [1, 1, n, rope] → k, v [1, H, n, …]."""
         own = getattr(type(self.module), _EXPAND)  # the instance's is exchanged during a pass
         expanded: tuple[Tensor, Tensor] = own(self.module, latents, rotary_keys)
         return expanded
@@ -122,7 +122,7 @@ class LatentLayers:
 
     @contextmanager
     def in_place(self) -> Iterator[Mapping[int, AbsorbedLatent]]:
-        """While it lasts these expand nothing. Those that their owner has changed are left out."""
+        """Have these expand nothing, but for those that their owner has changed."""
         absorbed = self._now()
         own = [found.module.__dict__ for found in absorbed.values()]
         try:
@@ -266,7 +266,7 @@ def attend_latents(  # noqa: PLR0913
     *,
     spec: AttentionSpec,
 ) -> Tensor:
-    """[T, H, Dv]"""
+    """Attend to latents: [T, H, Dv]."""
 
     def read(q: Tensor, batch: AttentionBatch) -> Tensor:
         return absorbed.results(attend(absorbed.queries(q), view, batch, spec=spec))

@@ -62,7 +62,7 @@ class PackedModel:
         positions: Tensor,  # i64[T]
         logits_at: Tensor,  # i64[S]: the packed tokens whose logits are wanted
     ) -> Tensor:
-        """One packed forward pass: logits [S, vocabulary]."""
+        """Run one packed forward pass: logits [S, vocabulary]."""
         with torch.inference_mode():
             recording = None
             if self._recordings is not None and self._latents.unchanged and step.hidden is None:
@@ -73,7 +73,7 @@ class PackedModel:
             return logits[logits_at]  # a copy, for the next pass leaves its own there
 
     def close(self) -> None:
-        """Drop what was recorded, which refers to this. Nothing is run any more."""
+        """Drop what was recorded, which refers to this model."""
         self._recordings = None
 
     def _run(

@@ -49,7 +49,7 @@ class PerSequenceModel:
         positions: Tensor,  # i64[T]
         logits_at: Tensor,  # i64[S]: the packed tokens whose logits are wanted
     ) -> Tensor:
-        """A forward pass for each sequence: logits [S, vocabulary]."""
+        """Run a forward pass for each sequence: logits [S, vocabulary]."""
         logits: Tensor | None = None
         exchanged = nullcontext() if self._stand_ins is None else self._stand_ins.in_place()
         places = logits_at.tolist()  # in order
@@ -65,7 +65,7 @@ class PerSequenceModel:
         return logits
 
     def close(self) -> None:
-        """Nothing was made of the model."""
+        """Do nothing: nothing was made of the model."""
 
     def _chunk(
         self, step: PackedStep, number: int, token_ids: Tensor, positions: Tensor, wanted: Tensor
@@ -125,7 +125,7 @@ class PerSequenceLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to be done."""
+        """Do nothing: k and v [1, K, T, D] go elsewhere."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -147,11 +147,13 @@ class PerSequenceLayer(CacheLayerMixin):
         return pad(k, (0, 0, first, 0))[None], pad(v, (0, 0, first, 0))[None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the keys that ``update`` gives."""
+        """Return (length, offset) of the keys that ``update`` gives."""
         return self._stop, 0
 
     def get_seq_length(self) -> int:
+        """Return how many tokens it holds."""
         return self.cumulative_length
 
     def get_max_length(self) -> int:
+        """Return -1: it has no bound of its own."""
         return -1  # it grows as it must

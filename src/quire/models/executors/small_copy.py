@@ -54,9 +54,9 @@ _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def small_copy(loaded: LoadedModel) -> LoadedModel | None:
-    """The copy, on the model's device, with a spec cut as its config was; None if none can be made.
+    """Make the copy, on the model's device, with a spec cut as its config was; or None.
 
-    Why none can be made is logged. The caller's random numbers are left as they were.
+    The log says why none can be made. The caller's random numbers are left as they were.
     """
     reason = ""
     for cuts in _CUTS:

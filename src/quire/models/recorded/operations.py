@@ -17,7 +17,7 @@ from quire.models.executors.hooks import PackedStep
 
 
 class Operator:
-    """One of torch's, with what it was given."""
+    """One of torch's operators, with its arguments."""
 
     def __init__(self, func: Any, given: Any, outs: Sequence[Tensor]) -> None:
         self._func = func
@@ -45,7 +45,7 @@ class Write:
         )
 
     def call(self, step: PackedStep) -> VaryingCall | None:
-        """The same as a kernel's call; None if there is no such kernel."""
+        """Return the same as a kernel's call; None if there is no such kernel."""
         if (plays := step.backend.plays) is None:
             return None
         return plays.write(step.storage.view(self.layer), self.k, self.v)
@@ -74,7 +74,7 @@ class Attend:
         )
 
     def call(self, step: PackedStep) -> VaryingCall | None:
-        """The same as a kernel's call; None if there is no such kernel."""
+        """Return the same as a kernel's call; None if there is no such kernel."""
         if (plays := step.backend.plays) is None:
             return None
         return plays.attend(
@@ -108,7 +108,7 @@ class Arena:
         self._lent: dict[int, Tensor] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Of a tensor's shape, strides and dtype, in memory that only a recording uses."""
+        """Make a tensor of one's [*shape], strides and dtype, in memory of recordings alone."""
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         last = sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
         nbytes = 1 << ((last + 1) * tensor.itemsize - 1).bit_length()
@@ -121,11 +121,11 @@ class Arena:
         return made
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it lies in a piece."""
+        """Tell whether a tensor [*shape] lies in a piece."""
         return _place(tensor) in self._lent
 
     def saw(self, tensor: Tensor) -> None:
-        """As long as that tensor lives, its piece is not lent again."""
+        """Keep a piece from being lent again as long as a tensor [*shape] in it lives."""
         place = _place(tensor)
         self._users[place] = self._users.get(place, 0) + 1
         finalize(tensor, self._left, place)

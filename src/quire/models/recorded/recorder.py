@@ -28,9 +28,9 @@ class NotRecordable(Exception):
 
 
 class MadeUp:
-    """Stands for a step's storage and its backend where nothing is kept.
+    """A step's storage and its backend where nothing is kept.
 
-    What it gives depends on everything that it is given, each token by itself.
+    The result depends on every argument, each token by itself.
     """
 
     plays = None
@@ -39,6 +39,7 @@ class MadeUp:
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
 
     def view(self, layer: int) -> int:
+        """Return what stands for a layer's view: its number."""
         return layer
 
     def write(self, layer: int, slots: Tensor | None, k: Tensor, v: Tensor) -> None:
@@ -47,7 +48,7 @@ class MadeUp:
     def attend(
         self, q: Tensor, view: int, batch: object, *, spec: AttentionSpec, **_: object
     ) -> Tensor:
-        """As much of each token's value as its query and key have in common: [T, H, Dv]."""
+        """Give as much of each token's value as its query and key have in common: [T, H, Dv]."""
         kept = self._written.pop(view)
         if isinstance(spec, LatentAttention):
             kept = torch.cat(kept, -1), kept[0]
@@ -75,7 +76,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While it lasts all that this thread computes is written down."""
+        """Write down all that this thread computes while it lasts."""
         with self._cpu.threads.listening():
             with self._cpu.scratch.apart(), self:
                 yield
@@ -118,7 +119,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outs
 
     def _sum(self, a: Any, b: Any, **options: Any) -> Tensor | None:
-        """By our own kernel, which can be played with those before and after it."""
+        """Add by our own kernel, which can be played with those before and after it."""
         if options or not self._sums.fit(a, b):
             return None
         out = self._pieces.like(a)
@@ -128,6 +129,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # What a step's storage and its backend do:
 
     def view(self, layer: int) -> int:
+        """Return what stands for a layer's view: its number."""
         return layer
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -157,7 +159,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def still(self, logits: Tensor) -> Tensor:
-        """What can be read as long as nothing else is played."""
+        """Return logits [S, vocabulary] that can be read as long as nothing else is played."""
         kept: Tensor = self._kept(logits)
         return kept
 

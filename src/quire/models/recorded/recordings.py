@@ -56,7 +56,7 @@ class RecordedPass:
         self._runs: list[Run] = []
 
     def play(self, step: PackedStep, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Logits of at most so many tokens [S, vocabulary], good until the next pass is played."""
+        """Compute logits [S, vocabulary] of S tokens i64[S], good until the next pass is played."""
         if self._storage is not step.storage:
             self._runs, self._storage = self._joined(step), step.storage
         asked = len(token_ids)
@@ -69,7 +69,7 @@ class RecordedPass:
         return self._logits[:asked]
 
     def _joined(self, step: PackedStep) -> list[Run]:
-        """Calls that follow one another become one run."""
+        """Join calls that follow one another into one run."""
         runs: list[Run] = []
         calls: list[KernelCall | LayerCall] = []
         for part in self._parts:
@@ -146,7 +146,7 @@ RunModel = Callable[[PackedStep, Tensor, Tensor, Tensor], Tensor]
 
 
 class Recordings:
-    """All of one model's, made when they are worth it and dropped when the model changes."""
+    """All of one model's recordings: made when they are worth it, dropped when it changes."""
 
     def __init__(self, watch: ModelFingerprint, cpu: CpuLinear, run: RunModel) -> None:
         self._model = watch.model
@@ -161,7 +161,7 @@ class Recordings:
         self._works = all(p.is_cpu for p in self._model.parameters())
 
     def find(self, step: PackedStep, num_tokens: int) -> RecordedPass | None:
-        """A recording that can play a step, if there is one or it is time to make it."""
+        """Find a recording that can play a step, if there is one or it is time to make it."""
         if not self._works or num_tokens > SIZES[-1] or torch.is_autocast_enabled("cpu"):
             return None
         now = self._watch.version, torch.get_num_threads()
@@ -221,9 +221,9 @@ def _made_up_step(keeper: Any, specs: dict[int, AttentionSpec]) -> PackedStep:
 
 
 class _NoBatch:
-    """Of a step that is made up."""
+    """The batch of a step that is made up."""
 
     slots = None
 
     def slots_on(self, _: torch.device) -> None:
-        """Nowhere."""
+        """Return nothing: no entry is written."""

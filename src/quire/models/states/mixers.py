@@ -45,13 +45,13 @@ class AttributeStates:
     scans: tuple[tuple[str, str], ...]  # [rows, …], each
 
     def places(self, module: nn.Module) -> set[Place]:
-        """What is lent, as a watch names it."""
+        """Return what is lent, as a watch names it."""
         several = (*self.convolutions, *self.scans)
         return {(id(vars(module.get_submodule(path))), name) for path, name in several}
 
     @contextmanager
     def lent(self, module: nn.Module, state: LinearAttentionLayer) -> Iterator[None]:
-        """For one call the module goes on from a state, which is then the one after it."""
+        """Have the module go on from a state for one call, which leaves there the one after it."""
         held = [
             (module.get_submodule(path).__dict__, name, states, number)
             for places, states in (
@@ -73,7 +73,7 @@ class AttributeStates:
 
 
 def find_attributes(module: nn.Module) -> AttributeStates | None:
-    """None for a module that keeps no state so."""
+    """Find the attributes in which a module keeps its state; None for one that keeps none so."""
     make_room = getattr(module, _MAKE_ROOM, None)
     if make_room is None:
         return None
@@ -131,10 +131,11 @@ class Mixer:
     goes_on_by_tokens: bool = False  # from a state, several tokens must come one by one
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        """Bind what the module is called with to the arguments of its forward."""
         return self.signature.bind(*args, **kwargs)
 
     def no_state(self) -> LinearAttentionLayer:
-        """What a sequence begins from."""
+        """Return what a sequence begins from."""
         return LinearAttentionLayer(number_of_states=self.num_states)
 
     def compute(
@@ -146,7 +147,7 @@ class Mixer:
         *,
         goes_on: bool,
     ) -> Parts:
-        """What the module gives for these tokens, [rows, tokens, …], from the state of their rows.
+        """Compute what the module gives for tokens [rows, tokens, …], from the state of their rows.
 
         The state is then that after them.
         """
@@ -175,7 +176,7 @@ class Mixer:
 
 
 def side_by_side(parts: Sequence[Parts]) -> Parts:
-    """What a module gave for tokens after one another, in one."""
+    """Join what a module gave for tokens after one another."""
     return tuple(
         None if tensors[0] is None else torch.cat(cast("tuple[Tensor, ...]", tensors), 1)
         for tensors in zip(*parts, strict=True)
@@ -183,7 +184,7 @@ def side_by_side(parts: Sequence[Parts]) -> Parts:
 
 
 def find_mixers(model: PreTrainedModel) -> list[Mixer]:
-    """The modules that ask a cache for a layer's state, or keep one themselves."""
+    """Find the modules that ask a cache for a layer's state, or keep one themselves."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     asks: dict[type[nn.Module], bool] = {}
     mixers: list[Mixer] = []

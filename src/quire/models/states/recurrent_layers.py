@@ -134,7 +134,7 @@ class RecurrentLayers:
     def of_step(
         self, accounting: Accounting, storage: Storage, placed: PlacedStates
     ) -> "StepStates":
-        """For the passes of one step."""
+        """Return the states for the passes of one step."""
         rows = self._padded_rows if placed.batch.is_padded else TorchRows()
         assert not isinstance(rows, str), rows
         return StepStates(self._mixers, placed, _kept_states(accounting, storage, rows))
@@ -155,7 +155,7 @@ class StepStates:
 
     @contextmanager
     def in_place(self, number: int | None = None) -> Iterator[None]:
-        """For one pass over all the step's chunks, or over one of them.
+        """Have layers go on from them for one pass over all the step's chunks, or over one of them.
 
         Raises: RuntimeError for a layer that was left out, or whose states are of another shape.
         """

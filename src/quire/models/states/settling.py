@@ -27,7 +27,7 @@ def settle(
     stops: Sequence[int],
     limit: float,
 ) -> tuple[list[Mixer], float]:
-    """The modules as they must be called, and how far their outputs are then from those in one go.
+    """Return the modules as they must be called, and how far outputs are from those in one go.
 
     Tried on what a pass over the tokens gives them, in chunks that end at ``stops``, for one module
     of each class. In float32, where rounding does not hide it: of the largest output. Those that

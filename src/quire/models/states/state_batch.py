@@ -54,7 +54,7 @@ class StateBatch:
 
     @classmethod
     def padding(cls, size: int, num_groups: int) -> "StateBatch":
-        """A step of ``size`` rows of padding, a token each."""
+        """Make a step of ``size`` rows of padding, a token each."""
         return cls(
             rows=(StateBatchRows(members=tuple(range(size)), num_tokens=1, goes_on=True),),
             places=np.arange(size),
@@ -77,7 +77,7 @@ class StateBatch:
         return [self.places, *self.slots]
 
     def padded(self, size: int) -> "StateBatch":
-        """With rows of padding, of a step that only goes on."""
+        """Add rows of padding to a step that only goes on."""
         assert self.only_goes_on, "other rows have no padding"
         padding = self.padding(size, len(self.slots))
         room = (0, size - len(self.places))
@@ -85,7 +85,7 @@ class StateBatch:
         return replace(padding, slots=slots)
 
     def chunk(self, number: int) -> "StateBatch":
-        """One of the step's chunks, by itself."""
+        """Return one of the step's chunks, by itself."""
         order = [member for rows in self.rows for member in rows.members]
         at = order.index(number)
         rows = next(rows for rows in self.rows if number in rows.members)
@@ -105,7 +105,7 @@ class PlacedStates:
     slots: tuple[Tensor, ...]  # i64[S]
 
     def batches(self) -> list[PlacedRows]:
-        """One after the other."""
+        """Yield one after the other."""
         several: list[PlacedRows] = []
         first = token = 0
         for rows in self.batch.rows:
@@ -120,7 +120,7 @@ class PlacedStates:
         return several
 
     def chunk(self, number: int) -> "PlacedStates":
-        """One of the step's chunks, by itself."""
+        """Return one of the step's chunks, by itself."""
         one = self.batch.chunk(number)
         device = self.places.device
         if device.type == "cpu":
@@ -129,13 +129,13 @@ class PlacedStates:
 
 
 def placed_states(batch: StateBatch, found: Sequence[Tensor]) -> PlacedStates:
-    """``found``: its arrays where the model computes."""
+    """Return a batch's tensors, each [n], from its arrays where the model computes."""
     places, *slots = found
     return PlacedStates(batch=batch, places=places, slots=tuple(slots))
 
 
 def make_state_batch(accounting: Accounting, chunks: Sequence[tuple[int, int, int]]) -> StateBatch:
-    """``chunks``: (sequence id, start, stop) of what is computed."""
+    """Make a step's batch of chunks (sequence id, start, stop)."""
     going_on = [n for n, (_, start, stop) in enumerate(chunks) if start and stop - start == 1]
     others = [n for n, (_, start, stop) in enumerate(chunks) if not start or stop - start > 1]
     rows = [
@@ -163,7 +163,7 @@ def make_state_batch(accounting: Accounting, chunks: Sequence[tuple[int, int, in
 
 
 def state_groups(accounting: Accounting) -> list[int]:
-    """Numbers of the groups whose layers keep states."""
+    """List the numbers of the groups whose layers keep states."""
     return [
         number
         for number, group in enumerate(accounting.groups)
