@@ -123,13 +123,13 @@ def test_errors_look_alike_and_names_of_options_hold_everywhere() -> None:
         "error: No such option: --max-modle-len": ["generate", "--max-modle-len", "5"],
         "error: No such command 'serv'": ["serv"],
         "error: Invalid value for '--max-tokens': ": ["generate", "--max-tokens", "many"],
-        "error: -pp 2 cannot be honoured": ["serve", "-pp", "2"],
+        "error: -pp 2 is not supported": ["serve", "-pp", "2"],
         "error: tensor_parallel_size=0 must be": ["bench", "-tp", "0"],
         "error: tensor_parallel_size=-1 must be": ["generate", "--tp", "-1"],
         "error: quantization 'int3' is unknown": ["compare", "-q", "int3"],
         "error: there is no folder nope": ["bench", "./nope"],
         "error: there is no folder nowhere": ["compare", "--model", "./nowhere"],
-        "error: --api-key goes with --url": ["bench", "--api-key", "x"],
+        "error: --api-key needs --url": ["bench", "--api-key", "x"],
         "error: kv_cache_memory_bytes: '12Gigs'": ["doctor", "--kv-cache-memory-bytes", "12Gigs"],
     }
     for said, (code, message, libraries) in zip(cases, several(*cases.values()), strict=True):

@@ -72,7 +72,9 @@ def command_line(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
         # One line per paragraph, so that the terminal and not the source decides where lines break.
         paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
         text = "\n\n".join(
-            each if each.startswith("\b") else each.replace("\n", " ") for each in paragraphs
+            each if each.startswith("\b") else each.replace("\n", " ")
+            for each in paragraphs
+            if not each.startswith("Raises:")
         )
         app.command(name, cls=_class_of(name), help=text)(command)
     return app
@@ -146,7 +148,9 @@ def _quire(
     *,
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     pass

@@ -219,11 +219,11 @@ def test_the_deepest_of_equals_goes_first() -> None:
         ({"policies": ["fifo"]}, "'fifo' is none of choice, "),
         ({"cache_tokens": [3]}, "a cache of 3 tokens holds not even one block of 4"),
         ({"skip_requests": 2}, "below the trace's 2 requests"),
-        ({"block_tokens": 6}, "--block-size 6: the trace's hash ids stand for 4 tokens"),
-        ({"trace": []}, "a trace without requests"),
+        ({"block_tokens": 6}, "--block-size 6 must be a multiple of 4"),
+        ({"trace": []}, "the trace has no requests"),
         (
             {"trace": [TraceRequest(at_s=0, input_tokens=5, output_tokens=1)]},
-            r"does not say which prompts begin alike \(no hash_ids\)",
+            r"has no hash_ids, which a hit rate needs",
         ),
         (
             {
@@ -234,7 +234,7 @@ def test_the_deepest_of_equals_goes_first() -> None:
                     ),
                 ]
             },
-            "hash ids of 4 and of 5 tokens in one trace",
+            "hash ids of 4 and of 5 tokens",
         ),
     ],
 )
