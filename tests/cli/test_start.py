@@ -89,7 +89,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
     asked = ([*serve, "owner/model"], [*serve, "owner/cached", "--max-model-len", "99999"])
     neither, too_long = several(*asked, **nowhere)
     assert [neither[::2], too_long[::2]] == [(1, []), (1, [])]
-    assert "'owner/model' is no local folder" in neither[1]
+    assert "'owner/model' is not a local folder" in neither[1]
     assert "it cannot be reached" in neither[1]
     assert "is more than owner/cached was made for, 2,048" in too_long[1]
     assert "Retrying" not in neither[1] + too_long[1]

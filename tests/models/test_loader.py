@@ -254,14 +254,14 @@ def test_weights_that_are_cut_short_are_refused(
     (folder / WEIGHTS).write_bytes(whole[: cut(len(whole), header)])
     message = refusal(folder)
     assert WEIGHTS in message
-    assert "corrupt or cut short" in message
+    assert "corrupt or truncated" in message
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**40, 2**64 - 1])
 def test_a_wrong_header_length_is_refused(folder: Path, length: int) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(length.to_bytes(HEADER_LENGTH, "little") + whole[HEADER_LENGTH:])
-    assert "corrupt or cut short" in refusal(folder)
+    assert "corrupt or truncated" in refusal(folder)
 
 
 @pytest.mark.parametrize("damage", [b"{", b"\0" * 200, b"\xff" * 200])
@@ -269,7 +269,7 @@ def test_a_damaged_header_is_refused(folder: Path, damage: bytes) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     end = HEADER_LENGTH + len(damage)
     (folder / WEIGHTS).write_bytes(whole[:HEADER_LENGTH] + damage + whole[end + 1 :])
-    assert "corrupt or cut short" in refusal(folder)
+    assert "corrupt or truncated" in refusal(folder)
 
 
 def test_a_folder_in_place_of_the_weights_is_refused(folder: Path) -> None:

@@ -19,6 +19,7 @@ from quire.memory.budget import Footprint
 from quire.spec import AttentionSpec, KeptWhole, LatentAttention, LayerSpec, ModelSpec
 from quire.spec.config_json import text_section
 from quire.spec.fields import Fields
+from quire.spec.model_files import safetensors_files
 
 # -- parameters ------------------------------------------------------------------------------------
 
@@ -227,7 +228,6 @@ def _ties(spec: ModelSpec) -> bool:
 # -- headers of weight files -----------------------------------------------------------------------
 
 # A header has all shapes. Buffers that a model computes, as rotary frequencies, are in no file.
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EXPERT = re.compile(r"\.experts?\.\d+\.")
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _FLOATS: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
@@ -263,13 +263,10 @@ def stored_tensors(folder: Path) -> Mapping[str, Stored] | None:
 
     Raises: ModelNotLoadable with the file that is missing or broken.
     """
-    files = _files(folder)
-    if not files:
-        return None
     tensors: dict[str, Stored] = {}
-    for file in files:
+    for file in safetensors_files(folder):
         tensors |= read_header(file)
-    return tensors
+    return tensors or None
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -332,19 +329,3 @@ def _is_left_out(name: str, shapes: Shapes) -> bool:
     """Return whether a tensor is not loaded: a tied head, or a table that is computed today."""
     tied = shapes.is_tied and name.endswith("lm_head.weight")
     return tied or name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
-
-
-def _files(folder: Path) -> list[Path]:
-    if (folder / _WEIGHTS).is_file():
-        return [folder / _WEIGHTS]
-    index = folder / _INDEX
-    if not index.is_file():
-        return []
-    try:
-        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        files = [folder / shard for shard in shards]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelNotLoadable(f"{index} does not map tensors to files ({error!r})") from error
-    if missing := [file for file in files if not file.is_file()]:
-        raise ModelNotLoadable(f"{missing[0]} is missing, and {_INDEX} lists it: download it")
-    return files

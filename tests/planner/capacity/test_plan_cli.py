@@ -107,7 +107,7 @@ def test_fit_finds_and_plans_with_what_it_found(
         (("--memory", "lots"), "is not a size"),
         (("--memory", "0"), "must be above 0"),
         (("--tp", "0"), "tp=0 must be at least 1"),
-        (("--tp", "3"), "tp=3 does not divide"),
+        (("--tp", "3"), "tp=3 is neither a divisor"),
         (("--max-model-len", "999999"), "lower"),
         (("--input-len", "0"), "--input-len 0 must be at least 1"),
         (("--input-len", "2000", "--output-len", "500"), "are more than --max-model-len 2,048"),
