@@ -90,7 +90,7 @@ def listed(fields: Fields) -> Sequence[str]:
 
 
 def every(
-    period: int,
+    num_layers: int,
     *,
     named: str = "",
     at: int = -1,
@@ -98,14 +98,14 @@ def every(
     kind: str = FULL,
     rest: str = SLIDING,
 ) -> Pattern:
-    """Make a pattern with ``kind`` in layer ``at`` of each ``period`` (a number of layers).
+    """Make a pattern with ``kind`` in layer ``at`` of each ``num_layers`` layers.
 
     All other layers are ``rest``. The config.json fields ``named`` and ``at_named`` override
-    ``period`` and ``at``.
+    ``num_layers`` and ``at``.
     """
 
     def pattern(fields: Fields) -> Sequence[str]:
-        length = fields.integer(named, period) if named else period
+        length = fields.integer(named, num_layers) if named else num_layers
         place = (fields.integer(at_named, at, least=0) if at_named else at) % length
         return [kind if i % length == place else rest for i in range(_num_layers(fields))]
 
