@@ -173,7 +173,7 @@ def test_a_server_that_refuses_everything_is_one_clear_line(
         (("--goodput", "speed:5"), "--goodput 'speed:5' must be one of ttft, tpot, e2el"),
         (("--metric-percentiles", "a"), "--metric-percentiles 'a' must be numbers"),
         (("--trace", "/no/such.csv"), "trace /no/such.csv cannot be read: No such file"),
-        (("--trace", "README.md"), "begins none of the forms that can be read: Azure's"),
+        (("--trace", "README.md"), "is of no known format; known: Azure's"),
         (("--trace-max-skipped", "-1"), "--trace-max-skipped -1 must be at least 0"),
         (("--save-trace", "/no/such/folder/x.jsonl"), "no such folder"),
         (("--save-result", "/no/such/folder/x.json"), "no such folder"),

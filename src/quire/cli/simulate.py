@@ -59,17 +59,13 @@ def print_results(several: Several[Named], *, notes: Several[str]) -> None:
         console.print(f"[dim]{note}[/]", soft_wrap=True)
 
 
-def _ended(result: SimulationResult) -> str:
-    return format_count(result.num_finished.get("length", 0) + result.num_finished.get("stop", 0))
-
-
 def _good(result: SimulationResult) -> str:
     return f"{result.good_requests_per_s:,.3g}" if any(result.goals.values()) else ""
 
 
 _SERVED: tuple[Row, ...] = (
     ("requests", lambda r: format_count(r.num_requests)),
-    ("… finished", _ended),
+    ("… finished", lambda r: format_count(r.num_ended)),
     ("… refused as too long", lambda r: format_count(r.num_refused)),
     ("virtual time", lambda r: f"{r.duration_s:,.1f} s"),
     ("requests/s", lambda r: f"{r.requests_per_s:,.3g}"),
@@ -79,7 +75,7 @@ _SERVED: tuple[Row, ...] = (
 )
 
 _HELD: tuple[Row, ...] = (
-    ("memory of all replicas", lambda r: format_bytes(r.memory_bytes * r.num_replicas)),
+    ("memory of all replicas", lambda r: format_bytes(r.fleet_bytes)),
     ("committed", lambda r: format_bytes(round(r.committed_bytes))),
     ("… only cached", lambda r: format_bytes(round(r.cached_bytes))),
     ("… used", lambda r: format_bytes(round(r.used_bytes))),

@@ -210,8 +210,8 @@ def _of_hub(name: str, dtype: str, near: str | None) -> Subject:
     except Exception as error:  # of many classes: no network, no such model, no permission
         hint = f"; the table has {near!r}" if near else ""
         raise ModelNotLoadable(
-            f"{name!r} is not a local folder and not in the table, and the Hugging Face hub did not "
-            f"give its config.json: {first_line(error)}{hint}"
+            f"{name!r} is neither a local folder nor in the table, and the Hugging Face hub did "
+            f"not give its config.json: {first_line(error)}{hint}"
         ) from error
     if folder is not None:
         return _of_folder(name, folder, dtype)

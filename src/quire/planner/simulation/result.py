@@ -70,9 +70,18 @@ class SimulationResult:
         return self.prefix_hit_tokens / self.prefix_query_tokens
 
     @property
+    def num_ended(self) -> int:
+        """Return how many requests generated all of their tokens."""
+        return self.num_finished.get("length", 0) + self.num_finished.get("stop", 0)
+
+    @property
+    def fleet_bytes(self) -> int:
+        """Return the KV memory of all replicas."""
+        return self.memory_bytes * self.num_replicas
+
+    @property
     def requests_per_s(self) -> float:
-        done = self.num_finished.get("length", 0) + self.num_finished.get("stop", 0)
-        return self._a_second(done)
+        return self._a_second(self.num_ended)
 
     @property
     def good_requests_per_s(self) -> float:
