@@ -171,7 +171,7 @@ def test_folders_without_traces(tmp_path: Path) -> None:
         (
             "chunk-0-trace.csv",
             "0,1e9,1,Gamma,1,1\n",
-            "1e.09 requests per second for 600 s are more",
+            "1e.09 requests per second for 600 s",
         ),
         ("chunk-0-trace.csv", "0,-1,1,Gamma,1,1\n", "line 1: a rate of -1"),
         ("chunk-0-trace.csv", "9,1,1,Gamma,1,1\n0,1,1,Gamma,1,1\n", "line 2: the clock runs"),

@@ -136,6 +136,7 @@ def parse_percentiles(given: str) -> tuple[float, ...]:
 
 
 def percentile_word(percentile: float) -> str:
+    """Write a percentile as vLLM's keys do: 99, 99.9."""
     return f"{percentile:g}"
 
 

@@ -151,7 +151,7 @@ class Fields:
         return bool(self._value(name, of_layer=False))
 
     def dtype(self) -> str:
-        """Read the dtype; the default is bfloat16, as of nearly all weights. Raises: ConfigError."""
+        """Read the dtype; the default is bfloat16, as in nearly all files. Raises: ConfigError."""
         name = (self.text("dtype") or "bfloat16").removeprefix("torch.")
         name = {"half": "float16", "float": "float32", "double": "float64"}.get(name, name)
         if name not in DTYPE_BYTES:
