@@ -72,7 +72,7 @@ def command_line(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
         # One line per paragraph, so that the terminal and not the source decides where lines break.
         paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
         text = "\n\n".join(
-            each if each.startswith("\b") else each.replace("\n", " ")
+            each.replace("\b\n", "\b\nExamples:\n") if "\b" in each else each.replace("\n", " ")
             for each in paragraphs
             if not each.startswith("Raises:")
         )

@@ -157,9 +157,9 @@ def bench(  # noqa: PLR0913 - each is a flag
     \b
     quire bench --cache virtual --kv-cache-memory-bytes 64MiB
     quire bench --random-input-len 512 --request-rate 4 --goodput ttft:500,tpot:50
-    quire bench --trace AzureLLMInferenceTrace_conv.csv --trace-scale 0.1 --trace-speed 4
+    quire bench --trace azure.csv --trace-scale 0.1 --trace-speed 4
     quire bench --calibrate here.json --max-num-seqs 32
-    quire bench --url http://localhost:8000 --max-concurrency 16 --save-result result.json
+    quire bench --url http://localhost:8000 --save-result result.json
 
     Raises: ConfigError, RequestError; typer.Exit after a Ctrl-C.
     """

@@ -417,7 +417,7 @@ def chat(  # noqa: PLR0913 - each is a flag
     quire chat
     quire chat Qwen/Qwen3-0.6B
     quire chat big --url https://llm.example.org --system "Answer in French."
-    git diff | quire chat --prompt - --system "Write a commit message." > message.txt
+    git diff | quire chat --prompt - --system "Write a commit message."
 
     Raises: ConfigError, RequestError.
     """

@@ -70,8 +70,8 @@ def hit_rates(  # noqa: PLR0913 - each is a flag
     """Compute the hit rate of a prefix cache on a trace, by cache size and policy.
 
     \b
-    quire hit-rates mooncake_conversation.jsonl
-    quire hit-rates mooncake_conversation.jsonl --cache-tokens 1M,4M --policies lru,optimum
+    quire hit-rates mooncake.jsonl
+    quire hit-rates mooncake.jsonl --cache-tokens 1M,4M --policies lru,optimum
 
     Raises: ConfigError.
     """

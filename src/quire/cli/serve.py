@@ -43,7 +43,7 @@ def serve(
     \b
     quire serve
     quire serve Qwen/Qwen3-0.6B --max-model-len 8192 --kv-cache-memory-bytes 4GiB
-    quire serve ./my-model --host 0.0.0.0 --api-key @keys.txt --served-model-name mine
+    quire serve ./my-model --host 0.0.0.0 --api-key @keys.txt
     quire serve --uds /run/quire.sock --shutdown-timeout 120
     quire serve --config quire.yaml --port 9000
 

@@ -309,10 +309,10 @@ def simulate(  # noqa: PLR0913 - each is a flag
     \b
     quire simulate --model Qwen3-8B --request-rate 8 --random-prefix-len 512
     quire simulate conversation.jsonl --model Llama-3.1-8B --device h100
-    quire simulate trace.csv --model Qwen3-8B --device l40s --cache contiguous,growing,paged,virtual
-    quire simulate trace.jsonl --model Llama-3.1-70B --tp 8 --replicas 4 --routing prefix-aware
-    quire simulate trace.csv --calibration here.json --kv-cache-memory-bytes 1GiB,4GiB
-    quire simulate trace.jsonl --cache contiguous,growing,paged,virtual --report out.html
+    quire simulate trace.csv --device l40s --cache contiguous,growing,paged
+    quire simulate trace.jsonl --tp 8 --replicas 4 --routing prefix-aware
+    quire simulate trace.csv --calibration here.json --budget auto,vllm
+    quire simulate trace.jsonl --cache paged,virtual --report out.html
 
     Raises: ConfigError, ModelNotLoadable, MemoryUnavailable.
     """
