@@ -161,7 +161,7 @@ def test_a_server_that_refuses_everything_is_one_clear_line(
     ("flags", "said"),
     [
         (("--url", "ftp://x"), "--url 'ftp://x' is no address"),
-        (("--url", "http://127.0.0.1:1"), "Is the server up? --model names one"),
+        (("--url", "http://127.0.0.1:1"), "Is the server up? --model names a"),
         (("--url", "http://x", "--cache", "paged"), "--cache: --url measures a server, whose own"),
         (("--url", "http://x", "--header", "no"), "--header 'no' must have the form NAME: VALUE"),
         (("--header", "a: b"), "--header needs --url"),
@@ -171,7 +171,7 @@ def test_a_server_that_refuses_everything_is_one_clear_line(
         (("--request-rate", "0"), "--request-rate 0.0 must be above 0"),
         (("--random-input-len", "0"), "--random-input-len 0 must be at least 1"),
         (("--goodput", "speed:5"), "--goodput 'speed:5' must be one of ttft, tpot, e2el"),
-        (("--metric-percentiles", "a"), "--metric-percentiles 'a' must be numbers"),
+        (("--metric-percentiles", "a"), "--metric-percentiles 'a' must be from 0"),
         (("--trace", "/no/such.csv"), "trace /no/such.csv cannot be read: No such file"),
         (("--trace", "README.md"), "is of no known format; known: Azure's"),
         (("--trace-max-skipped", "-1"), "--trace-max-skipped -1 must be at least 0"),

@@ -141,7 +141,7 @@ def test_traffic_is_drawn_where_no_trace_is_given() -> None:
     [
         (("--request-rate", "0"), "must be a number above 0"),
         (("--burstiness", "0"), "--burstiness 0.0 must be above 0"),
-        (("--random-input-len", "-1"), "a mean is at least 1"),
+        (("--random-input-len", "-1"), "must be from 1 to"),
         (("--random-prefix-len", "-1"), "prefix_tokens -1"),
     ],
 )

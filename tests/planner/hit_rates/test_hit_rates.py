@@ -145,6 +145,11 @@ def test_policies_lie_between_nothing_and_the_optimum(
     assert counted <= lru_hits(prompts, [size])[0] <= counted + sum(before)
 
 
+def test_a_refused_prompt_is_no_next_use() -> None:
+    prompts = prompts_of([request(ids) for ids in ([1], [1, 2, 3], [4], [5], [4], [5])])
+    assert Optimum(prompts).hits(2) == lru_hits(prompts, [2])[0] == 2 * TOKENS
+
+
 @given(requests=traffic(), whole=st.booleans(), skip=st.integers(0, 3))
 @settings(max_examples=40)
 def test_every_token_is_a_hit_or_has_a_reason(

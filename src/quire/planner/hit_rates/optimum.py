@@ -21,18 +21,11 @@ from quire.planner.hit_rates.prefix_tree import TELL_EVERY, OnRequest, Prompts
 
 @final
 class Optimum:
-    """The next uses of a trace's blocks; ``hits`` counts hits in a cache of one size."""
+    """The prompts of a trace; ``hits`` counts hits in a cache of one size."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
         self._paths = [array("i", prompts.path(now)) for now in range(prompts.num_requests)]
-        following = [prompts.num_requests] * len(prompts.lengths)
-        self._next_uses = [array("i") for _ in self._paths]
-        for now in range(prompts.num_requests - 1, -1, -1):
-            path = self._paths[now]
-            self._next_uses[now] = array("i", [following[each] for each in path])
-            for each in path:
-                following[each] = now
 
     def hits(
         self,
@@ -46,7 +39,8 @@ class Optimum:
         cached = [0] * len(lengths)  # blocks of each stretch, from its first on
         kept = _ByNextUse(cached)
         num_cached = hit_tokens = 0
-        for now, (path, next_uses) in enumerate(zip(self._paths, self._next_uses, strict=True)):
+        paths = zip(self._paths, self._next_uses(num_blocks), strict=True)
+        for now, (path, next_uses) in enumerate(paths):
             num_hit = total = 0
             goes_on = True
             for each in path:
@@ -72,6 +66,19 @@ class Optimum:
                 on_request(now)
         assert num_cached == sum(cached) <= num_blocks
         return hit_tokens
+
+    def _next_uses(self, num_blocks: int) -> list["array[int]"]:
+        """Find the next use of each stretch of each prompt, by a prompt that the cache accepts."""
+        lengths = self._prompts.lengths
+        following = [len(self._paths)] * len(lengths)
+        found = [array("i") for _ in self._paths]
+        for now in range(len(self._paths) - 1, -1, -1):
+            path = self._paths[now]
+            if sum([lengths[each] for each in path]) <= num_blocks:
+                found[now] = array("i", [following[each] for each in path])
+                for each in path:
+                    following[each] = now
+        return found
 
 
 @final

@@ -20,9 +20,7 @@ from quire.errors import ConfigError
 from quire.traces import TraceRequest
 
 Ints: TypeAlias = npt.NDArray[np.int64]
-OnRequest: TypeAlias = Callable[
-    [int], None
-]  # called from time to time with the number of requests done
+OnRequest: TypeAlias = Callable[[int], None]  # called from time to time: requests done
 TELL_EVERY: Final = 256
 _ID_BYTES: Final = 8
 _ROOT: Final = -1
