@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.server import Answer, post, wire
-from quire.bench.traffic import read_trace, replay
+from quire.bench.traffic import replay
 from quire.bench.workload import Query, Vocabulary
-from quire.traces import TraceRequest
+from quire.traces import TraceRequest, open_trace
 
 KEYS = ("soak-alice", "soak-bob", "soak-carol")
 SALTS = (None, None, None, "one", "two")
@@ -56,7 +56,7 @@ class Shape:
 
 def visits(path: Path, shape: Shape, seed: int) -> Iterator[Visit]:
     """Without end: a trace that is over begins again with other prompts."""
-    requests = read_trace(path, 10**6)
+    requests = list(open_trace(path))
     speed = shape.rate * max(requests[-1].at_s, 1.0) / len(requests)
     begin_s, turn = 0.0, 0
     while True:

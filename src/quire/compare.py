@@ -1,7 +1,7 @@
-"""The same prompts under every strategy: what each takes from the system, and when.
+"""Run the same prompts under every strategy, and record the memory that each takes over time.
 
-One model, one schedule, four runs. Figures are sampled after every step, so the lines can be laid
-over each other: step n computes the same tokens in all four.
+All runs have one model and one schedule, and figures are sampled after every step. So their lines
+can be compared: step n computes the same tokens in all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from quire.units import format_bytes
 if TYPE_CHECKING:
     from quire.models.loader import LoadedModel
 
-# Beginnings that a model of Python sources can continue, of very different lengths.
+# Prompts of very different lengths, which a model of Python sources can continue.
 PROMPTS = (
     "def fibonacci(n):\n",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
@@ -32,7 +32,7 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRun:
-    """One strategy's run."""
+    """The run of one strategy."""
 
     strategy: str
     history: tuple[Usage, ...]  # after each step
@@ -46,7 +46,7 @@ class StrategyRun:
 
     @property
     def peak(self) -> Usage:
-        """The step at which most was committed, and of those the one with most in use."""
+        """Return the usage of the step with the most committed bytes, then the most used."""
         return max(self.history, key=lambda usage: (usage.committed_bytes, usage.used_bytes))
 
     @property
@@ -55,7 +55,7 @@ class StrategyRun:
 
 
 def lengths(num_prompts: int, longest: int) -> list[int]:
-    """Output lengths from a quarter of ``longest`` up to it, so that sequences end one by one."""
+    """Return output lengths from a quarter of ``longest`` up, so that sequences end one by one."""
     return [max(1, longest * (1 + index % 4) // 4) for index in range(num_prompts)]
 
 
@@ -67,10 +67,7 @@ def compare(
     report: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> list[StrategyRun]:
-    """Run ``prompts`` under Quire's strategies and that of the options, each with its params.
-
-    ``report`` is told the name.
-    """
+    """Run prompts with their params under every strategy; ``report`` receives its name."""
     runs = []
     for strategy in dict.fromkeys((*STRATEGIES.own_names, options.get("cache", "paged"))):
         report(strategy)
@@ -79,7 +76,7 @@ def compare(
 
 
 def picture(runs: Sequence[StrategyRun], *, subtitle: str) -> str:
-    """Committed bytes over the steps, a line a strategy, over what the tokens themselves need."""
+    """Draw the committed bytes over the steps, a line per strategy, as an SVG file."""
     needed = Line(
         label="the tokens' own bytes",
         values=[usage.used_bytes for usage in runs[0].history],
@@ -109,7 +106,7 @@ def _run(
     from quire.engine.llm import LLM
 
     history: list[Usage] = []
-    # Nothing is kept for prompts to come: what is committed is for those that run.
+    # Without a prefix cache all committed memory is that of running sequences.
     own = {"cache": strategy, "enable_prefix_caching": False}
     with LLM(loaded, **{**options, **own}) as llm:
         begin = perf_counter()

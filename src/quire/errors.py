@@ -1,14 +1,14 @@
-"""Everything Quire raises on purpose.
+"""Define all errors that Quire raises on purpose.
 
     QuireError
     ├── ConfigError            an option or a config.json field is wrong (also a ValueError)
     │   └── UnsupportedModel   this model cannot be held, or its layers were not reached
     ├── ModelNotLoadable       the folder, name or weight file cannot be read
-    ├── RequestError           one request is wrong; no other is disturbed (also a ValueError)
+    ├── RequestError           one request is wrong; others go on (also a ValueError)
     │   └── RequestTooLong     it can never fit: the sum and the option to change are in the message
     ├── OutOfKVMemory          no room now, and no sequence that could wait (also a MemoryError)
     ├── MemoryUnavailable      the operating system refused address space or pages (a MemoryError)
-    └── RankLost               one of the processes that a model is divided among is gone
+    └── RankLost               a process that holds a part of the model has ended
 
 A message says what failed, the value, the limit, and the option to change. Running out of KV memory
 inside the engine is not an error: the scheduler waits or preempts. Only callers without a scheduler
@@ -17,7 +17,7 @@ inside the engine is not an error: the scheduler waits or preempts. Only callers
 
 
 class QuireError(Exception):
-    """The root: catch it to catch everything that Quire raises on purpose."""
+    """The base class of all errors that Quire raises on purpose."""
 
 
 class ConfigError(QuireError, ValueError):
@@ -49,10 +49,10 @@ class MemoryUnavailable(QuireError, MemoryError):
 
 
 class RankLost(QuireError):
-    """One of the processes that a model is divided among has ended: none can go on."""
+    """A process that holds a part of the model has ended, and the others cannot go on."""
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, for a log or within another message: an error of ours by its words alone."""
+    """Return an error as one line, for a log or a message: an error of Quire without its class."""
     words = str(error) if isinstance(error, QuireError) else repr(error)
     return " ".join(words.split())[:300]

@@ -1,6 +1,6 @@
-"""A frame with two axes, and marks put on it one after the other.
+"""Draw plots as SVG.
 
-Colors are what SVG takes: a value, or a variable of the page that the plot is in.
+A color is any that SVG takes: a value, or a variable of the page with the plot.
 """
 
 import sys
@@ -12,22 +12,19 @@ from typing import final
 
 # -- scales ----------------------------------------------------------------------------------------
 
-# From values to places on a plot: scales, round ticks, and labels that keep apart.
-
-
-# Steps of a clock, in seconds; above a day, days in round numbers.
+# Steps of a time axis, in seconds; above a day, round numbers of days.
 _CLOCK_S = (60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Values from ``low`` to ``high`` lie from ``start`` to ``stop``; others at the nearer end."""
+    """Maps values of [low, high] to places of [start, stop], and others to the nearer end."""
 
     low: float
     high: float
     start: float
     stop: float
-    logarithmic: bool = False  # then ``low`` is above 0
+    logarithmic: bool = False  # needs ``low`` above 0
 
     def __call__(self, value: float) -> float:
         low, high, value = self.low, self.high, min(max(value, self.low), self.high)
@@ -35,15 +32,15 @@ class Scale:
             low, high, value = log10(low), log10(high), log10(value)
         if high <= low:
             return self.start
-        # Halves: the span of all floats is none.
+        # The halves cannot overflow, as the span of the largest floats would.
         fraction = (value / 2 - low / 2) / (high / 2 - low / 2)
         return self.start + fraction * (self.stop - self.start)
 
 
 def ticks(highest: float, *, num_steps: int = 4, base: float = 10) -> list[float]:
-    """Round values from 0 on, the last one not below ``highest``; about so many steps.
+    """Return round values from 0 up to at least ``highest``, in about ``num_steps`` steps.
 
-    ``base`` is 1024 where values are bytes: then steps are powers of two.
+    With ``base`` 1024, for bytes, steps are powers of two.
     """
     highest = highest if highest > 0 else 1.0
     step = _round_step(highest / num_steps, base)
@@ -51,13 +48,13 @@ def ticks(highest: float, *, num_steps: int = 4, base: float = 10) -> list[float
 
 
 def ticks_of_powers(low: float, high: float) -> list[float]:
-    """1, 10, 100 … from not above ``low`` to not below ``high``; both are above 0."""
+    """Return the powers of ten around [low, high]; both are above 0."""
     first, last = floor(log10(low)), ceil(log10(high))
     return [float(f"1e{power}") for power in range(first, max(last, first + 1) + 1)]
 
 
 def ticks_of_time(longest_s: float) -> tuple[list[float], float, str]:
-    """Round seconds within ``longest_s``, and the unit in which a person would read them."""
+    """Return round seconds up to ``longest_s``, and the unit for their labels with its seconds."""
     least = max(longest_s, sys.float_info.min) / 6
     if longest_s <= 120:
         step, unit_s, unit = _round_step(least, 10), 1.0, "seconds"
@@ -70,7 +67,7 @@ def ticks_of_time(longest_s: float) -> tuple[list[float], float, str]:
 
 
 def spread(positions: Sequence[float], gap: float, highest: float) -> list[float]:
-    """Move labels apart so that none covers another, in their order, none below ``highest``."""
+    """Move labels apart by ``gap``, in their order, with none below ``highest``."""
     order = sorted(range(len(positions)), key=positions.__getitem__)
     result = list(positions)
     floor_y = highest - gap * (len(order) - 1)
@@ -83,9 +80,7 @@ def spread(positions: Sequence[float], gap: float, highest: float) -> list[float
 
 
 def _round_step(least: float, base: float) -> float:
-    """The smallest round step that is not below ``least``: 1, 2 or 5 times a power of ten, or for
-    bytes a power of two.
-    """
+    """Return the least round step ≥ ``least``: 1, 2 or 5 times a power of ten, or a power of 2."""
     if base == 1024:
         step = 1.0
         while step < least:
@@ -97,22 +92,21 @@ def _round_step(least: float, base: float) -> float:
     return next((m * power for m in (1, 2, 5, 10) if m * power >= least), 10 * power)
 
 
-# -- plot ------------------------------------------------------------------------------------------
-
+# -- plots -----------------------------------------------------------------------------------------
 
 Points = Sequence[tuple[float, float]]
 
 
 @final
 class Plot:
-    """Marks in their order. ``x`` and ``y`` give places within ``width`` by ``height``."""
+    """A plot of ``width`` by ``height``, whose scales ``x`` and ``y`` map values to places."""
 
     def __init__(self, *, width: float, height: float, x: Scale, y: Scale) -> None:
         self.width, self.height, self.x, self.y = width, height, x, y
         self.parts: list[str] = []
 
     def y_axis(self, values: Sequence[float], labels: Sequence[str]) -> None:
-        """Lines across, each with its label on the left."""
+        """Draw a horizontal line per value, with its label on the left."""
         left, right = self.x.start, self.x.stop
         for value, label in zip(values, labels, strict=True):
             at = self.y(value)
@@ -120,13 +114,14 @@ class Plot:
             self.text(left - 8, at + 4, label, anchor="end", kind="tick")
 
     def x_axis(self, values: Sequence[float], labels: Sequence[str], name: str) -> None:
-        """Labels below the frame, and what they are of."""
+        """Draw labels below the frame, and the name of the axis."""
         for value, label in zip(values, labels, strict=True):
             self.text(self.x(value), self.y.start + 20, label, anchor="middle", kind="tick")
         middle = (self.x.start + self.x.stop) / 2
         self.text(middle, self.y.start + 38, name, anchor="middle", kind="tick")
 
     def line(self, points: Points, color: str, *, dashes: str = "") -> None:
+        """Draw a line through points."""
         if not points:
             return
         dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
@@ -134,39 +129,17 @@ class Plot:
             f'<path fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round"{dashed} '
             f'd="M{self._path(points)}"/>'
         )
-        if len(points) == 1:  # a line of one point is not seen
-            self.dot(*points[0], color)
+        if len(points) == 1:  # a line of one point is invisible
+            (x, y), *_ = points
+            self.parts.append(
+                f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="4" fill="{color}"/>'
+            )
 
     def area(self, points: Points, below: Points, color: str, *, opacity: float) -> None:
-        """Between two lines from left to right."""
+        """Fill the area between two lines that go from left to right."""
         if points:
             outline = self._path([*points, *reversed(below)])
             self.parts.append(f'<path fill="{color}" opacity="{opacity:g}" d="M{outline}Z"/>')
-
-    def dot(self, x: float, y: float, color: str, *, title: str = "", filled: bool = True) -> None:
-        fill = color if filled else "var(--page)"
-        self.parts.append(
-            f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="4" fill="{fill}" '
-            f'stroke="{color}" stroke-width="2">{_title(title)}</circle>'
-        )
-
-    def box(
-        self,
-        x: tuple[float, float],
-        y: tuple[float, float],
-        fill: str,
-        *,
-        opacity: float = 1,
-        title: str = "",
-    ) -> None:
-        """From value to value."""
-        left, right = sorted(map(self.x, x))
-        top, bottom = sorted(map(self.y, y))
-        self.parts.append(
-            f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
-            f'height="{bottom - top:.1f}" fill="{fill}" fill-opacity="{opacity:g}">'
-            f"{_title(title)}</rect>"
-        )
 
     def text(
         self,
@@ -178,43 +151,36 @@ class Plot:
         kind: str = "",
         color: str = "",
     ) -> None:
-        """At a place, not at values."""
+        """Write a text at a place, not at values."""
         shown = f' class="{kind}"' if kind else ""
         shown += f' fill="{color}"' if color else ""
         self.parts.append(
             f'<text{shown} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
         )
 
-    def svg(self, label: str, *, extra: str = "") -> str:
-        """For a page, which says how texts look. ``label`` is for those who do not see it."""
+    def svg(self, label: str) -> str:
+        """Return the SVG element for a page that styles its texts; ``label`` describes it."""
         inner = "\n".join(self.parts)
         return (
             f'<svg viewBox="0 0 {self.width:g} {self.height:g}" role="img" '
-            f'aria-label="{escape(label)}"{extra}>\n{inner}\n</svg>'
+            f'aria-label="{escape(label)}">\n{inner}\n</svg>'
         )
 
     def _path(self, points: Points) -> str:
         return "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points)
 
 
-def _title(text: str) -> str:
-    return f"<title>{escape(text)}</title>" if text else ""
-
-
-# -- lines -----------------------------------------------------------------------------------------
-
-# A line chart as an SVG file that explains itself, light and dark.
-
+# -- line charts -----------------------------------------------------------------------------------
 
 _WIDTH, _HEIGHT = 860, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 86, 172, 64, 52
-# Told apart by people who do not see red and green alike (Okabe and Ito), in this order.
+# Colors that color-blind readers can tell apart, in this order (Okabe and Ito).
 _COLORS = ("#d55e00", "#e69f00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One series. Equal steps along x; ``filled`` shades the area below it."""
+    """A series with equal steps along x; ``filled`` shades the area below it."""
 
     label: str
     values: Sequence[float]
@@ -230,7 +196,7 @@ def line_chart(
     format_value: Callable[[float], str],
     tick_base: float = 10,
 ) -> str:
-    """The chart as SVG text. ``tick_base`` is 1024 where values are bytes, for round ticks."""
+    """Return a chart as an SVG file, light and dark; ``tick_base`` is 1024 for bytes."""
     last = max(max((len(line.values) for line in lines), default=0) - 1, 0)
     highest = max((max(line.values, default=0) for line in lines), default=0)
     marks = ticks(highest, base=tick_base)

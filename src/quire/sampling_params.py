@@ -1,4 +1,4 @@
-"""How tokens are to be chosen. The names and defaults are vLLM's."""
+"""Define the parameters of a request, with vLLM's names and defaults."""
 
 import json
 import math
@@ -14,20 +14,21 @@ from quire.errors import RequestError
 
 _INFINITY = float("inf")
 
-# Of the parameters, those that a model's generation config may say for requests that do not.
+# Parameters whose defaults may come from a model's generation_config.json.
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """What a model thinks before a text of a prescribed form, and how that is marked.
+    """The marks of the reasoning that may come before a structured output.
 
-    ``is_open``: the prompt ends within it. Otherwise the model may think first, or not. Within it
-    any text may come, but no special token and no end; the form begins behind ``closes``, and
-    behind up to eight blanks. A mark may be several tokens, and text between them. With a ``lead``
-    the form stands behind that and without blanks, whether the model has thought or not.
+    With ``is_open`` the prompt ends inside the reasoning; without, the model may reason first or
+    not. Reasoning is any text without special tokens and without an end. The structured output
+    follows ``closes`` after up to eight blanks. A mark may be several tokens, with text between
+    them. With a ``lead`` the structured output follows that text without blanks, after reasoning or
+    without it.
 
-    Raises: RequestError for a mark that is empty.
+    Raises: RequestError for an empty mark.
     """
 
     opens: str
@@ -44,14 +45,15 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What form a text must have: exactly one of these.
+    """The format of a structured output; exactly one of the first five fields is set.
 
-    A schema (``json``, as a dict or as text), any JSON object (``json_object``), a regular
-    expression for the whole text, a ``choice`` of strings, or a ``grammar`` in Lark's notation or
-    GBNF. ``disable_any_whitespace`` allows none between JSON's tokens; there may be one blank or
-    line end at each place otherwise. With ``reasoning`` the text begins where that ends.
+    The output follows a JSON schema (``json``, as a dict or as text), is any JSON object
+    (``json_object``), matches a regular expression as a whole, is one of several strings
+    (``choice``), or follows a ``grammar`` in Lark's notation or GBNF. JSON may have one blank or
+    line end between two of its tokens, and none with ``disable_any_whitespace``. With ``reasoning``
+    the output begins where the reasoning ends.
 
-    Raises: RequestError naming the parameter, its value and what it must be.
+    Raises: RequestError with the parameter, its value and its limit.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -90,7 +92,7 @@ class StructuredOutputsParams:
 
     @property
     def source(self) -> tuple[Literal["json", "regex", "choice", "grammar"], str]:
-        """Which of them it is (an object's schema is "json" too), and its text."""
+        """Return the kind of the format, and its text; a JSON object is of kind "json"."""
         if self.json is not None:
             return "json", str(self.json)
         if self.json_object:
@@ -104,12 +106,12 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """What is made of a prompt's last hidden state.
+    """How to make an embedding of a prompt's last hidden state.
 
-    ``dimensions``: its first so many only, of a model that was trained for that. ``normalize``: to
-    the length 1.
+    ``dimensions`` keeps only the first dimensions, for models that were trained for that.
+    ``normalize`` scales the embedding to length 1.
 
-    Raises: RequestError naming the parameter, its value and its limit.
+    Raises: RequestError with the parameter, its value and its limit.
     """
 
     dimensions: int | None = None
@@ -122,7 +124,7 @@ class PoolingParams:
             raise RequestError(f"normalize={self.normalize!r} must be True or False")
 
     def pooled(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
-        """An embedding of a last hidden state f32[hidden size].
+        """Make an embedding of a last hidden state f32[hidden size].
 
         Source: for the length, torch.nn.functional.normalize.
         """
@@ -134,18 +136,18 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens, and when to end.
+    """How to sample tokens, and when to end.
 
     ``n`` continuations share the prompt's blocks. ``temperature`` 0 is greedy. ``top_k`` 0 or -1
     and ``top_p`` 1 switch those filters off. ``presence_penalty`` and ``frequency_penalty`` count
-    what has been generated, ``repetition_penalty`` the prompt too. ``logprobs`` and
-    ``prompt_logprobs`` ask for that many of the likeliest tokens beside the chosen one, -1 for all.
-    With a ``seed`` a request gives the same text whatever else is in the batch. ``stop`` strings
-    end the text and are not part of it, unless ``include_stop_str_in_output``; ``bad_words`` never
-    appear. With ``allowed_token_ids`` no other token comes, not even one that would end the text.
-    Before ``min_tokens`` nothing ends it.
+    generated tokens, ``repetition_penalty`` those of the prompt too. ``logprobs`` and
+    ``prompt_logprobs`` ask for that many of the likeliest tokens beside the sampled one, -1 for
+    all. With a ``seed`` a request gives the same text in any batch. ``stop`` strings end the text
+    and are not part of it, unless ``include_stop_str_in_output``; ``bad_words`` never appear. With
+    ``allowed_token_ids`` no other token is sampled, not even one that would end the text. The text
+    cannot end before ``min_tokens``.
 
-    Raises: RequestError naming the parameter, its value and its limit.
+    Raises: RequestError with the parameter, its value and its limit.
     """
 
     n: int = 1
@@ -175,7 +177,7 @@ class SamplingParams:
         for name, (holds, limit) in self._limits().items():
             if not holds:
                 raise RequestError(f"{name}={getattr(self, name)!r} must be {limit}")
-        for name in ("stop", "bad_words"):  # a list, or one string, as people write it
+        for name in ("stop", "bad_words"):  # a list, or one string
             given = getattr(self, name)
             several = (given,) if isinstance(given, str) else tuple(given)
             object.__setattr__(self, name, several)
@@ -186,7 +188,7 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
 
     def _limits(self) -> dict[str, tuple[bool, str]]:
-        """What each parameter must be, and whether it is."""
+        """Return for each parameter whether it is within its limit, and the limit in words."""
         strings = "a string or several, none of them empty"
         count = "a whole number of 0 or more, -1 for all, or None"
         penalty = "a number from -2 to 2"
@@ -203,7 +205,7 @@ class SamplingParams:
             "top_p": (_is_number(self.top_p, 0, 1) and self.top_p > 0, "above 0 and at most 1"),
             "min_p": (_is_number(self.min_p, 0, 1), "between 0 and 1"),
             "repetition_penalty": (
-                _is_number(self.repetition_penalty, 1e-6, 1e6),  # beyond, logits overflow
+                _is_number(self.repetition_penalty, 1e-6, 1e6),  # else logits overflow
                 "a number from 1e-6 to 1e6",
             ),
             "presence_penalty": (_is_number(self.presence_penalty, -2, 2), penalty),
@@ -232,16 +234,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """How wide to search and when to end; the names are vLLM's.
+    """Parameters of a beam search, with vLLM's names.
 
-    A continuation's score is the sum of its tokens' log-probabilities over the number of its tokens
-    to the power of ``length_penalty``: above 0 longer ones gain, 0 is the sum alone. ``n``: how
-    many of the ``beam_width`` best are given, all if it is None. ``early_stopping`` is that of
-    Transformers: the search ends when no beam can become better than those that have ended
-    ("never"), when none would be at its present length (False), or as soon as ``beam_width`` have
-    ended (True).
+    A beam's score is the sum of its tokens' log-probabilities, divided by the number of its tokens
+    to the power of ``length_penalty``: above 0 longer beams gain, and 0 gives the sum alone. ``n``
+    of the ``beam_width`` best are returned, or all if it is None. ``early_stopping`` is as in
+    Transformers: the search ends when no beam can become better than the finished ones ("never"),
+    when none would be at its present length (False), or as soon as ``beam_width`` have ended
+    (True).
 
-    Raises: RequestError naming the parameter, its value and its limit.
+    Raises: RequestError with the parameter, its value and its limit.
     """
 
     beam_width: int
@@ -259,7 +261,7 @@ class BeamSearchParams:
                 raise RequestError(f"{name}={value!r} must be a whole number of at least 1")
         if self.temperature != 0:
             raise RequestError(
-                f"temperature={self.temperature!r} must be 0: a beam search draws nothing"
+                f"temperature={self.temperature!r} must be 0: a beam search does not sample"
             )
         penalty = self.length_penalty
         if not isinstance(penalty, int | float) or not math.isfinite(penalty):
@@ -276,10 +278,10 @@ class BeamSearchParams:
         return self.beam_width if self.n is None else self.n
 
     def sampling(self, eos_token_ids: Iterable[int], vocab_size: int) -> SamplingParams:
-        """What the beams' sequences are run with.
+        """Return the parameters for the beams' sequences.
 
-        Enough of the likeliest tokens are asked for that, whatever ends there, ``beam_width`` go
-        on.
+        They ask for so many of the likeliest tokens that ``beam_width`` beams go on, even if all
+        tokens that end a text are among them.
         """
         num_ends = 0 if self.ignore_eos else len(list(eos_token_ids))
         return SamplingParams(
@@ -295,7 +297,7 @@ Params: TypeAlias = SamplingParams | PoolingParams | BeamSearchParams
 
 
 def _schema(given: Any) -> str:
-    """A JSON schema's text. Raises: RequestError."""
+    """Return a JSON schema as text. Raises: RequestError."""
     try:
         schema = json.loads(given) if isinstance(given, str) else given
         text = json.dumps(schema, allow_nan=False)
@@ -312,7 +314,7 @@ def _is_int(value: Any, least: int | None = None) -> bool:
 
 
 def _is_number(value: Any, least: float, most: float) -> bool:
-    """Whether it is in [least, most]; infinity and NaN are not numbers here."""
+    """Return whether a value is a number in [least, most], and not infinity or NaN."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and least <= value <= most and value != _INFINITY
 

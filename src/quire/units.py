@@ -1,7 +1,7 @@
-"""Numbers with units: parse and format bytes, tokens and seconds; round to blocks and pages.
+"""Parse and format numbers of bytes, tokens and seconds, and round them to blocks and pages.
 
-Bytes are spelled in powers of 1024 (``KiB``, ``MiB``, ``GiB``) when written. When read, ``16GB`` is
-16 * 10**9 and ``16GiB`` (or ``16G``, as users type it) is 16 * 2**30.
+Bytes are written in powers of 1024 (``KiB``, ``MiB``, ``GiB``). When parsed, ``16GB`` is 16 *
+10**9, and ``16GiB`` (or ``16G``, as users type it) is 16 * 2**30.
 """
 
 import re
@@ -32,17 +32,17 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """The quotient rounded up."""
+    """Return the quotient rounded up."""
     return -(-numerator // denominator)
 
 
 def align_up(value: int, step: int) -> int:
-    """The least multiple of ``step`` that is not below ``value``."""
+    """Return the least multiple of ``step`` that is at least ``value``."""
     return ceil_div(value, step) * step
 
 
 def align_down(value: int, step: int) -> int:
-    """The greatest multiple of ``step`` that is not above ``value``."""
+    """Return the greatest multiple of ``step`` that is at most ``value``."""
     return value // step * step
 
 
@@ -88,7 +88,7 @@ def format_count(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration in the unit a person would use: ``12 ms``, ``3.4 s``, ``2 m 05 s``."""
+    """Write a duration in a fitting unit: ``12 ms``, ``3.4 s``, ``2 m 05 s``."""
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 120:

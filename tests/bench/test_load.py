@@ -63,8 +63,8 @@ def test_a_piece_without_tokens_is_not_timed_and_what_the_server_counts_counts()
 
 
 def test_what_fails_says_why_and_the_others_go_on() -> None:
-    assert sent().error == "no token came"
-    assert sent(AnswerPiece(num_tokens=0)).error == "no token came"
+    assert sent().error == "the answer has no tokens"
+    assert sent(AnswerPiece(num_tokens=0)).error == "the answer has no tokens"
     half = sent(AnswerPiece(text="a"), ValueError("broken"))
     assert (half.error, half.succeeded, half.text) == ("ValueError: broken", False, "a")
     assert half.latency_s == half.ttft_s
@@ -207,7 +207,7 @@ def test_no_server_there() -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         assert "ConnectionError" in ask(url).error
-        with pytest.raises(ConfigError, match=r"no model can be had from /v1/models .*--model"):
+        with pytest.raises(ConfigError, match=r"/v1/models does not list a model .*--model"):
             asyncio.run(first_model(Http(url, timeout_s=30)))
 
 

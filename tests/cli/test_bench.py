@@ -161,25 +161,25 @@ def test_a_server_that_refuses_everything_is_one_clear_line(
     ("flags", "said"),
     [
         (("--url", "ftp://x"), "--url 'ftp://x' is no address"),
-        (("--url", "http://127.0.0.1:1"), "Is the server up? --model names one"),
-        (("--url", "http://x", "--cache", "paged"), "--cache: with --url the engine is the serv"),
-        (("--url", "http://x", "--header", "no"), "--header 'no' must be a name, a colon and"),
-        (("--header", "a: b"), "--header goes with --url"),
+        (("--url", "http://127.0.0.1:1"), "Is the server up? --model names a"),
+        (("--url", "http://x", "--cache", "paged"), "--cache: --url measures a server, whose own"),
+        (("--url", "http://x", "--header", "no"), "--header 'no' must have the form NAME: VALUE"),
+        (("--header", "a: b"), "--header needs --url"),
         (("--num-prompts", "0"), "--num-prompts 0 must be at least 1"),
         (("--num-warmups", "-1"), "--num-warmups -1 must be at least 0"),
         (("--max-concurrency", "0"), "--max-concurrency 0 must be at least 1"),
         (("--request-rate", "0"), "--request-rate 0.0 must be above 0"),
         (("--random-input-len", "0"), "--random-input-len 0 must be at least 1"),
         (("--goodput", "speed:5"), "--goodput 'speed:5' must be one of ttft, tpot, e2el"),
-        (("--metric-percentiles", "a"), "--metric-percentiles 'a' must be numbers"),
+        (("--metric-percentiles", "a"), "--metric-percentiles 'a' must be from 0"),
         (("--trace", "/no/such.csv"), "trace /no/such.csv cannot be read: No such file"),
-        (("--trace", "README.md"), "begins none of the forms that can be read: Azure's"),
+        (("--trace", "README.md"), "is of no known format; known: Azure's"),
         (("--trace-max-skipped", "-1"), "--trace-max-skipped -1 must be at least 0"),
         (("--save-trace", "/no/such/folder/x.jsonl"), "no such folder"),
         (("--save-result", "/no/such/folder/x.json"), "no such folder"),
         (("--random-input-len", "5000"), "none of 1 requests succeeded"),
         (("--cache", "magic"), "cache 'magic' is unknown"),
-        (("serve", "--num-prompts", "4"), "no commands, and serve is one of vllm bench's"),
+        (("serve", "--num-prompts", "4"), "serve is a command of vllm bench"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -234,7 +234,7 @@ def test_it_says_how_far_it_is_and_what_was_done_when_it_is_stopped(
         ended.set()
     captured = capsys.readouterr()
     assert code == 128 + signal.SIGINT
-    assert "stopped: 3 of 6 requests were done" in " ".join(captured.err.split())
+    assert "stopped after 3 of 6 requests" in " ".join(captured.err.split())
     assert f"{'Successful requests:':<40} 3" in captured.out
     assert json.loads(result.read_text())["completed"] == 3
     assert len(sent.read_text().splitlines()) == 1 + 3  # after its own heading

@@ -80,7 +80,7 @@ def test_a_question_comes_through_a_pipe_too(
     assert behaviour.asked[0][1]["model"] == "named"
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert quire(monkeypatch, "chat", "--url", url, "--model", "named") == 1
-    assert "there is nothing to ask" in capsys.readouterr().err
+    assert "--prompt is empty" in capsys.readouterr().err
 
 
 def test_a_conversation_is_kept_and_commands_change_it(
@@ -103,9 +103,9 @@ def test_a_conversation_is_kept_and_commands_change_it(
     assert messages[1] == [kind, one, answer, {"role": "user", "content": "two"}]
     assert messages[2] == [kind, {"role": "user", "content": "three"}]
     assert json.loads(file.read_text())["messages"] == [*messages[1], answer]
-    for text in ("system: Be kind.", "5 messages are in", "/save needs a file's name"):
+    for text in ("system: Be kind.", "5 messages are in", "/save needs the name of a file"):
         assert text in said.getvalue()
-    for text in ("/nothing is no command", "cannot be written: No such file", "Ctrl-C stops"):
+    for text in ("/nothing is not a command", "cannot be written: No such file", "Ctrl-C stops"):
         assert text in said.getvalue()
     assert capsys.readouterr().out == " t0 t1 t2\n" * 3
 
@@ -189,10 +189,10 @@ def test_a_refusal_is_one_line_and_nothing_is_kept(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--url", "http://127.0.0.1:1"), "--url http://127.0.0.1:1: no model can be had"),
+        (("--url", "http://127.0.0.1:1"), "--url http://127.0.0.1:1: /v1/models does not"),
         (("--url", "ftp://x"), "--url 'ftp://x' is no address"),
         (("--url", "unix:"), "--url 'unix:' is no address"),
-        (("--url", "unix:/no/socket"), "--url unix:/no/socket: no model can be had"),
+        (("--url", "unix:/no/socket"), "--url unix:/no/socket: /v1/models does not"),
         (("--api-key", "two words"), "--api-key must be printable ASCII without spaces"),
         (("--model", "m", "--prompt", " "), "--prompt is empty"),
     ],
@@ -220,7 +220,7 @@ def test_where_no_server_is_one_is_started_and_ended(
     assert quire(monkeypatch, "chat", *flags) == 0
     captured = capfd.readouterr()
     assert captured.out.strip()
-    assert "no server is at http://127.0.0.1:1: an engine" in " ".join(captured.err.split())
+    assert "no server at http://127.0.0.1:1: starting an engine" in " ".join(captured.err.split())
     assert "4 tokens" in captured.err
     assert "loading the demo model" in captured.err
     assert "Error" not in captured.err
@@ -248,7 +248,7 @@ def test_a_server_that_has_no_such_model_is_left_alone(
     for model in ("tiny", "./another"):
         assert quire(monkeypatch, "chat", model, "--url", url, "--prompt", "x") == 0
     assert started == ["./another"]
-    assert f"{url} has tiny: an engine is started for ./another" in " ".join(
+    assert f"{url} has tiny: starting an engine for ./another" in " ".join(
         capsys.readouterr().err.split()
     )
     assert [body["model"] for _, body in behaviour.asked] == ["tiny", "tiny"]

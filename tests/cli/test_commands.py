@@ -140,7 +140,7 @@ def test_compare_prints_a_row_a_strategy_and_draws_them(
     ("num_same", "is_exact", "said"),
     [
         (8, False, "^yes$"),
-        (7, False, "^for 7 of 8 .* --dtype float32"),
+        (7, False, "^for 7 of 8 .*--dtype float32"),
         (7, True, "^NO, only for 7"),
     ],
 )

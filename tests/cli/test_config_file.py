@@ -89,25 +89,25 @@ def test_a_file_is_read_as_vllms_and_the_command_line_counts_before_it(
         ("port: 99999", "line 1: port=99,999 must be from 0"),
         ("port: [1, 2]", "line 1: port: it takes one value, not a list"),
         ("port:", "line 1: port: it has no value"),
-        ("port: 1\nport: 2", "line 2: port: it is there already: "),
+        ("port: 1\nport: 2", "line 2: port: it is set twice; "),
         ("disable-log-stats: maybe", "line 1: disable-log-stats: 'maybe' is neither true nor"),
         ("swap-space: 12Gigs", "line 1: swap_space: '12Gigs' is not a size"),
         ("enforce-eager: maybe", "line 1: enforce-eager: 'maybe' is neither true nor false"),
         ("disable-uvicorn-access-log: 3", "line 1: disable-uvicorn-access-log: '3' is neither"),
         ("help: false", "line 1: help: it cannot be false"),
         ("pipeline-parallel-size: 2", "line 1: pipeline-parallel-size: --pipeline-parallel-size 2"),
-        ("model: --port", "line 1: model: '--port' is no folder and no name"),
+        ("model: --port", "line 1: model: '--port' is neither a folder nor a name"),
         ("config: other.yaml", "line 1: config: a file cannot name another one"),
-        ("port: {a: 1}", "line 1: port: only names of options stand here"),
-        ("- port", "line 1: only names of options stand here"),
+        ("port: {a: 1}", "line 1: port: only names of options are allowed here"),
+        ("- port", "line 1: only names of options are allowed here"),
         (
             "port: !!python/object/apply:os.system [x]",
-            "line 1: 'tag:yaml.org,2002:python/object/apply:os.system': tags mean nothing",
+            "line 1: 'tag:yaml.org,2002:python/object/apply:os.system': tags are not",
         ),
-        ("a: &a 1\nb: *a", "line 2: b: only names of options stand here"),
-        ("port: 1\n--- \nport: 2", "line 3: only names of options stand here"),
-        ("port: 'open", "line 1 is no YAML: "),
-        ("port: \x07", "is no YAML: unacceptable character"),
+        ("a: &a 1\nb: *a", "line 2: b: only names of options are allowed here"),
+        ("port: 1\n--- \nport: 2", "line 3: only names of options are allowed here"),
+        ("port: 'open", "line 1 is not YAML: "),
+        ("port: \x07", "is not YAML: unacceptable character"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(
@@ -137,6 +137,6 @@ def test_a_hostile_file_costs_no_more_than_its_length(tmp_path: Path) -> None:
             read_entries(str(file))
         assert time.process_time() - begin < 5, text[:20]
     file.write_bytes(b"\xff\xfe\x00")
-    for path, said in ((file, "no UTF-8"), (tmp_path, "directory"), ("/no/file", "No such file")):
+    for path, said in ((file, "not UTF-8"), (tmp_path, "directory"), ("/no/file", "No such file")):
         with pytest.raises(ConfigError, match=said):
             read_entries(str(path))

@@ -45,7 +45,7 @@ def test_one_json_object_with_a_variant_for_each_of_a_list(trace: Path) -> None:
 
 def test_a_table_says_where_the_speed_is_from(trace: Path) -> None:
     said = run(trace, "--slo-ttft", "1")
-    for word in ("used of what is held", "TTFT p50", "never seen", "roofline", "that ended"):
+    for word in ("utilization", "TTFT p50", "never seen", "roofline", "… finished"):
         assert word in said
 
 
@@ -78,7 +78,7 @@ def test_traffic_that_comes_faster_waits_longer(trace: Path) -> None:
         (["--device", "abacus"], "abacus"),
         (["--calibration", "nowhere.json"], "nowhere.json cannot be read"),
         (["--cache", "paged,stacked"], "stacked"),
-        (["--cache", "paged,virtual", "--chrome-trace", "x.json"], "one variant"),
+        (["--cache", "paged,virtual", "--chrome-trace", "x.json"], "one simulation"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_words(
@@ -98,7 +98,7 @@ def test_a_calibration_says_which_strategies_it_was_not_taken_with(
     own = ("--calibration", str(calibration), "--kv-cache-memory-bytes", "1GiB")
     assert "not compared" not in run(trace, *own, "--cache", "paged")
     said = " ".join(run(trace, *own, "--cache", "growing,paged,virtual").split())
-    assert "measured with --cache paged, and taken for growing, virtual too" in said
+    assert "measured with --cache paged and assumed for growing, virtual too" in said
 
 
 def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_traffic_is_drawn_where_no_trace_is_given() -> None:
     [
         (("--request-rate", "0"), "must be a number above 0"),
         (("--burstiness", "0"), "--burstiness 0.0 must be above 0"),
-        (("--random-input-len", "-1"), "a mean is at least 1"),
+        (("--random-input-len", "-1"), "must be from 1 to"),
         (("--random-prefix-len", "-1"), "prefix_tokens -1"),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
     asked = ([*serve, "owner/model"], [*serve, "owner/cached", "--max-model-len", "99999"])
     neither, too_long = several(*asked, **nowhere)
     assert [neither[::2], too_long[::2]] == [(1, []), (1, [])]
-    assert "'owner/model' is no local folder" in neither[1]
+    assert "'owner/model' is not a local folder" in neither[1]
     assert "it cannot be reached" in neither[1]
     assert "is more than owner/cached was made for, 2,048" in too_long[1]
     assert "Retrying" not in neither[1] + too_long[1]
@@ -123,13 +123,13 @@ def test_errors_look_alike_and_names_of_options_hold_everywhere() -> None:
         "error: No such option: --max-modle-len": ["generate", "--max-modle-len", "5"],
         "error: No such command 'serv'": ["serv"],
         "error: Invalid value for '--max-tokens': ": ["generate", "--max-tokens", "many"],
-        "error: -pp 2 cannot be honoured": ["serve", "-pp", "2"],
+        "error: -pp 2 is not supported": ["serve", "-pp", "2"],
         "error: tensor_parallel_size=0 must be": ["bench", "-tp", "0"],
         "error: tensor_parallel_size=-1 must be": ["generate", "--tp", "-1"],
         "error: quantization 'int3' is unknown": ["compare", "-q", "int3"],
         "error: there is no folder nope": ["bench", "./nope"],
         "error: there is no folder nowhere": ["compare", "--model", "./nowhere"],
-        "error: --api-key goes with --url": ["bench", "--api-key", "x"],
+        "error: --api-key needs --url": ["bench", "--api-key", "x"],
         "error: kv_cache_memory_bytes: '12Gigs'": ["doctor", "--kv-cache-memory-bytes", "12Gigs"],
     }
     for said, (code, message, libraries) in zip(cases, several(*cases.values()), strict=True):

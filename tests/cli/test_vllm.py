@@ -41,12 +41,12 @@ def test_each_row_does_as_it_says(row: Foreign) -> None:
             if row.harmless is None or value in row.harmless:
                 done = of(*given)
                 assert done.arguments == ["model", "--port", "1"]
-                assert done.notes == [f"{' '.join(given[1:-2])} changes nothing: {row.here}"]
+                assert done.notes == [f"{' '.join(given[1:-2])} has no effect: {row.here}"]
             else:
                 with pytest.raises(ConfigError) as refused:
                     of(*given)
                 assert f"{flag}" in str(refused.value)
-                assert f"cannot be honoured: {row.here}" in str(refused.value)
+                assert f"is not supported: {row.here}" in str(refused.value)
 
 
 def test_no_flag_is_in_two_tables() -> None:
@@ -118,7 +118,7 @@ def test_a_refused_flag_is_a_usage_error(
     monkeypatch.setenv("COLUMNS", "200")
     assert quire(monkeypatch, "serve", "-pp", "2") == 2
     err = capsys.readouterr().err
-    assert "-pp 2 cannot be honoured: heads are divided, and nothing else (it may be 1)" in err
+    assert "-pp 2 is not supported: only heads are divided (accepted values: 1)" in err
     assert quire(monkeypatch, "serve", "--trust-remote-code") == 2
     assert "Quire never runs code from a model's folder" in capsys.readouterr().err
 

@@ -76,7 +76,7 @@ def test_keys_may_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("QUIRE_API_KEY", f"@{path}")
     assert ServerConfig.from_options().api_key == (KEY, "other")
     path.write_text("# none\n")
-    with pytest.raises(ConfigError, match=r"QUIRE_API_KEY: api_key: @.*has no key in it"):
+    with pytest.raises(ConfigError, match=r"QUIRE_API_KEY: api_key: @.*has no key"):
         ServerConfig.from_options()
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         ServerConfig.from_options(api_key=f"@{tmp_path}/nothing")

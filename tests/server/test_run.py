@@ -27,7 +27,7 @@ SECRET = "def a_name_that_no_log_may_have():"
 def test_a_stop_lets_in_nobody_and_what_runs_finishes() -> None:
     flags = ("-tp", "1", "--served-model-name", "mine", "--num-gpu-blocks-override", "300")
     with running(*flags) as process:
-        for said in ("-tp 1 is taken for --tensor-parallel-size 1", "mine at http://127.0.0.1:"):
+        for said in ("-tp 1 is read as --tensor-parallel-size 1", "mine at http://127.0.0.1:"):
             assert said in " ".join(process.log.split())
         for said in ("tokens fit", "of this machine only, no key needed", "KV memory 18.75 MiB"):
             assert said in " ".join(process.log.split())
@@ -69,9 +69,9 @@ def test_what_still_runs_after_the_timeout_is_aborted_and_told() -> None:
         with client.stream("POST", "/v1/completions", json=body("import os", 2000)) as response:
             pieces = events(response)
             next(pieces)
-            assert "host=0.0.0.0 lets others ask, and no API key is set" in process.log
+            assert "host=0.0.0.0 accepts other machines, and no API key is set" in process.log
             assert "and administer it. Set --api-key @FILE" in process.log
-            assert "from everywhere, no key needed" in " ".join(process.log.split())
+            assert "from any machine, no key needed" in " ".join(process.log.split())
             process.child.send_signal(signal.SIGINT)
             *_, last, done = pieces
         assert last is not None

@@ -121,7 +121,7 @@ def test_rates_are_of_the_last_seconds_and_letters_stay() -> None:
     text = text_of(later)
     assert "45 tokens/s   hit rate 75 %   2 preemptions" in text
     assert "\nB 9 " in text
-    assert "trying again" in text_of(later.lost())
+    assert "reconnecting" in text_of(later.lost())
 
 
 def test_a_tenant_has_its_own_rows_and_one_line_for_others() -> None:

@@ -320,7 +320,7 @@ def test_a_wrong_field_is_named_with_its_value_and_limit(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "rwkv"}, "states of their own kind"),
+        ({"model_type": "rwkv"}, "states of their own outside"),
         ({"model_type": "bert"}, "an encoder"),
         ({"model_type": "bert", "is_decoder": False}, "an encoder"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),

@@ -32,7 +32,7 @@ def message_of(folder: Path, text: str | bytes, name: str = "x") -> str:
         ("[1]\n", "line 2: Expected `object`"),
         ('{"timestamp": 1}\n', "line 2: Object missing required field `input_length`"),
         (row(input_length="3"), "line 2: Expected `int`, got `str`"),
-        (row(input_length=0), "line 2: a prompt of 0 tokens; 1 to 2,147,483,647 can be"),
+        (row(input_length=0), "line 2: a prompt of 0 tokens is not from 1 to 2,147,483,647"),
         (row(input_length=-5), "line 2: a prompt of -5 tokens"),
         (row(input_length=2**31), "line 2: a prompt of 2,147,483,648 tokens"),
         (row(input_length=10**30), "line 2: .*out of range|line 2: .*1e30|line 2: "),
@@ -64,13 +64,13 @@ def test_json_rows(bad: str, message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("yesterday,1,2\n", "line 5: 'yesterday' is no time"),
+        ("yesterday,1,2\n", "line 5: 'yesterday' is not a time"),
         ("2023-11-16 18:15:52,-4,2\n", "line 5: a prompt of -4 tokens"),
         ("2023-11-16 18:15:52,0,2\n", "line 5: a prompt of 0 tokens"),
         ("2023-11-16 18:15:52,4\n", "line 5: 2 columns; the header has 3"),
-        ("2023-11-16 18:15:52,4,nan\n", "line 5: 'nan' is no whole number"),
-        ("2023-11-16 18:15:52,4,x\n", "line 5: 'x' is no number"),
-        ("2023-11-16 18:15:52,4,1e999\n", "line 5: '1e999' is no whole number"),
+        ("2023-11-16 18:15:52,4,nan\n", "line 5: 'nan' is not a whole number"),
+        ("2023-11-16 18:15:52,4,x\n", "line 5: 'x' is not a number"),
+        ("2023-11-16 18:15:52,4,1e999\n", "line 5: '1e999' is not a whole number"),
         ("2023-11-16 18:15:40,4,2\n", "line 5: the clock runs backwards, by 11.2225 s"),
         ('"2023\n', "line 5: "),
     ],
@@ -89,11 +89,11 @@ def test_comma_separated_rows(bad: str, message: str, tmp_path: Path) -> None:
         ("", "has no requests: it is empty"),
         ("\n\n \n", "has no requests: it is empty"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests"),
-        ("TIMESTAMP,Tokens\n1,2\n", "'TIMESTAMP,Tokens' begins none of the forms"),
-        ("{}\n", "line 1: '{}' begins none of the forms"),
+        ("TIMESTAMP,Tokens\n1,2\n", "'TIMESTAMP,Tokens' is of no known format"),
+        ("{}\n", "line 1: '{}' is of no known format"),
         ("hello\n", "Azure's LLM inference trace"),
-        (b"\x00\x01\x02" * 99, "begins none of the forms"),
-        ('{"quire_trace": 2, "id_tokens": 16}\n', "line 1: quire_trace 2; 1 can be read"),
+        (b"\x00\x01\x02" * 99, "is of no known format"),
+        ('{"quire_trace": 2, "id_tokens": 16}\n', "line 1: quire_trace 2 is unknown; known: 1"),
         ('{"quire_trace": 1, "id_tokens": 0}\n', "line 1: id_tokens 0 must be at least 1"),
         ('{"quire_trace": 1}\n', "line 1: Object missing required field `id_tokens`"),
         ('{"quire_trace": 1, "id_tokens": 16}\n', "has no requests"),
@@ -112,13 +112,13 @@ def test_so_many_may_be_skipped_and_no_more(tmp_path: Path) -> None:
         trace = open_trace(path, max_skipped=most)
         assert len(list(trace)) == 2
         assert trace.counts.num_skipped == 3
-    with pytest.raises(ConfigError, match=r"line 5: .* \(3 rows are none; the first is line 2: "):
+    with pytest.raises(ConfigError, match=r"line 5: .* \(3 invalid rows; the first is line 2: "):
         list(open_trace(path, max_skipped=2))
 
 
 def test_where_everything_is_skipped_nothing_is_left(tmp_path: Path) -> None:
     path = files.written(tmp_path, "x.jsonl", row(input_length=0))
-    with pytest.raises(ConfigError, match=r"has no requests \(1 rows are none; the first is line"):
+    with pytest.raises(ConfigError, match=r"has no requests \(1 invalid rows; the first is line"):
         list(open_trace(path, max_skipped=None))
 
 
@@ -158,7 +158,7 @@ def test_conversations_name_their_file(
 
 
 def test_folders_without_traces(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder with neither"):
+    with pytest.raises(ConfigError, match="is a folder without kv"):
         open_trace(tmp_path)
 
 
@@ -168,7 +168,11 @@ def test_folders_without_traces(tmp_path: Path) -> None:
         ("chunk-0-trace.csv", "0,2\n", "chunk-0-trace.csv, line 1: not enough values"),
         ("chunk-0-trace.csv", "\n0,1,1,Gauss,1,1\n", "line 2: gaps of a distribution 'Gauss'"),
         ("chunk-0-trace.csv", "0,1,1,Gamma,0,1\n", "line 1: a shape of 0"),
-        ("chunk-0-trace.csv", "0,1e9,1,Gamma,1,1\n", "1e.09 requests a second for 600 s are more"),
+        (
+            "chunk-0-trace.csv",
+            "0,1e9,1,Gamma,1,1\n",
+            "1e.09 requests per second for 600 s",
+        ),
         ("chunk-0-trace.csv", "0,-1,1,Gamma,1,1\n", "line 1: a rate of -1"),
         ("chunk-0-trace.csv", "9,1,1,Gamma,1,1\n0,1,1,Gamma,1,1\n", "line 2: the clock runs"),
         ("chunk-0-trace.csv", "0,0,0,,0,0\n", "has no requests|client 3"),
@@ -177,9 +181,9 @@ def test_folders_without_traces(tmp_path: Path) -> None:
         (
             "chunk-0-dataset.json",
             '{"0": {"input_tokens": "__import__(1)"}}',
-            "is no dictionary",
+            "is not a dictionary",
         ),
-        ("chunk-0-dataset.json", '{"0": {"input_tokens": "{1: -1}"}}', "not below 0"),
+        ("chunk-0-dataset.json", '{"0": {"input_tokens": "{1: -1}"}}', "must be at least 0"),
     ],
 )
 def test_servegens_files_name_their_lines(
@@ -199,13 +203,13 @@ DEEP = "[" * 200_000
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x" * 200_000, "begins none of the forms"),
-        (f'{{"a": {DEEP}', "begins none of the forms"),
+        ("x" * 200_000, "is of no known format"),
+        (f'{{"a": {DEEP}', "is of no known format"),
         (f'{row()}{{"a": {DEEP}', "line 2: "),
         (row() + row(hash_ids=[])[:-3] + DEEP, "line 2: "),
         (f'{{"block_size": 1, "requests": {DEEP}', "x: "),
         ('{"id": "x", "block_size": 1, "requests":' + '[{"t":0,"requests":' * 3000, "x: "),
-        (f'{{"quire_trace": 1, "id_tokens": 16, "x": {DEEP}', "begins none of the forms"),
+        (f'{{"quire_trace": 1, "id_tokens": 16, "x": {DEEP}', "is of no known format"),
         (f'{files.AZURE}"{"x" * 300_000}', "line 5: field larger than field limit"),
     ],
 )
@@ -222,14 +226,14 @@ def test_a_first_line_may_be_long(tmp_path: Path) -> None:
 
 def test_forms_that_are_no_such_thing(tmp_path: Path) -> None:
     path = files.written(tmp_path, "x.csv", files.AZURE)
-    with pytest.raises(ConfigError, match=r"x\.csv is no folder; ServeGen's is one"):
+    with pytest.raises(ConfigError, match=r"x\.csv is not a folder; a ServeGen trace is a folder"):
         open_trace(path, "servegen")
-    with pytest.raises(ConfigError, match="/dev/null is no file"):
+    with pytest.raises(ConfigError, match="/dev/null is not a regular file"):
         open_trace("/dev/null")
     with pytest.raises(ConfigError, match="session_interval_s 0 must be"):
         open_trace(path, session_interval_s=0)
     for address in ("http://", "http://[", "http://a b/c", "https://x:port/"):
-        with pytest.raises(ConfigError, match=r"is no address|cannot be read"):
+        with pytest.raises(ConfigError, match=r"is not a valid address|cannot be read"):
             open_trace(address)
 
 

@@ -78,7 +78,7 @@ def test_without_anything_that_knows_zstd(tmp_path: Path, monkeypatch: pytest.Mo
     path = files.written(tmp_path, "x", b"\x28\xb5\x2f\xfd rest")
     monkeypatch.setattr(source_module, "which", lambda _: None)
     monkeypatch.setattr(source_module, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match="packed with zstd: pip install zstandard"):
+    with pytest.raises(ConfigError, match="compressed with zstd: pip install zstandard"):
         open_trace(path)
 
 
@@ -93,7 +93,7 @@ def test_web_addresses() -> None:
         assert len(list(open_trace(f"{address}/g"))) == 3
         with pytest.raises(ConfigError, match="/none: the server answers 404"):
             open_trace(f"{address}/none")
-        with pytest.raises(ConfigError, match=r"/short cannot be read: it breaks off after .* of"):
+        with pytest.raises(ConfigError, match=r"/short cannot be read: it ends after .* of"):
             list(open_trace(f"{address}/short"))
     with pytest.raises(ConfigError, match=r"cannot be read: .*refused"):
         open_trace(f"{address}/m")
@@ -107,7 +107,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 def test_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "MAX_LINE_BYTES", 1000)
     path = files.written(tmp_path, "x", MOONCAKE + b"[" * 5000)
-    with pytest.raises(ConfigError, match="line 4: longer than 1000 B, which no request is"):
+    with pytest.raises(ConfigError, match="line 4 is longer than 1000 B: a trace has one"):
         list(open_trace(path))
 
 

@@ -5,11 +5,10 @@ Azure/AzurePublicDataset (CC-BY 4.0; Splitwise, ISCA'24), 19,366 requests of one
 texts, so that nothing can be shared between its prompts.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.bench.traffic import read_trace
+from quire.traces import open_trace
 
 AZURE = "AzureLLMInferenceTrace_conv.csv"
 
@@ -44,5 +43,5 @@ def azure(folder: Path) -> list[Lengths]:
         raise TraceUnavailable(f"there is no {AZURE} in the traces' folder")
     return [
         Lengths(prompt_tokens=each.input_tokens, output_tokens=each.output_tokens)
-        for each in read_trace(path, sys.maxsize)
+        for each in open_trace(path)
     ]

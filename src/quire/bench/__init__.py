@@ -1,5 +1,5 @@
-"""Traffic, and what it finds: how fast an engine here or a server elsewhere answers it.
+"""Send a load to an engine or a server, and measure its throughput and latency.
 
-``workload`` and ``trace`` say what is asked and when, ``load`` sends it, ``metrics`` and ``report``
-turn what came back into ``vllm bench serve``'s figures. Importing any of it imports no torch.
+``workload`` and ``traffic`` make the requests, ``load`` sends them, and ``metrics`` computes the
+figures of ``vllm bench serve``. None of these imports torch. ``calibrate`` times single steps.
 """

@@ -1,12 +1,13 @@
-"""Real steps over a grid of sizes, timed: what a cost model of this machine is fitted to.
+"""Time real steps over a grid of sizes, and fit a cost model of this machine to them.
 
-Each step is timed as a whole, with the engine's own time in it. Prompts share nothing.
+A step is timed as a whole, with the engine's own time. Prompts share no prefix.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -32,23 +33,19 @@ if TYPE_CHECKING:
     from quire.engine.step_plan import StepPlan
 
 
-# -- copying ---------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
-# What moving entries takes: into a larger buffer of ``growing``, and out to swap and back.
-#
-# A buffer that grows commits pages, copies and gives pages back, layer by layer; that is timed as
-# a whole. Storages of their own do it, in the engine's own kind of memory; no step is taken here.
-
-
+# A buffer of ``growing`` that grows commits pages, copies, and releases pages, layer by layer; that
+# is timed as a whole. It runs in storages of its own, in the engine's kind of memory.
 _MOST_BYTES = 32 * 2**20  # of a buffer, in all layers
-_NUM_STEPS = 12  # in which it grows to that
+_NUM_STEPS = 12  # steps in which a buffer grows to that size
 _SWAPPED_TOKENS = 512
-_ROUNDS = 4  # the first one warms up
+_ROUNDS = 4  # the first one is a warm-up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPrices:
-    """Seconds. The first is of a copy in one layer, however short."""
+    """Seconds of copies; ``copy_s`` is the constant part of a copy in one layer."""
 
     copy_s: float
     copy_s_per_byte: float
@@ -57,7 +54,7 @@ class CopyPrices:
 
 
 def price_copies(llm: "LLM", clock: Clock) -> CopyPrices:
-    """What it takes on this machine, with this model's layers."""
+    """Time copies and swapping on this machine, with this model's layers."""
     longest = min(llm.max_model_len, max(1, _MOST_BYTES // max(1, llm.spec.bytes_per_token)))
     copy_s, copy_s_per_byte = _growing(llm, longest, clock)
     save, load = _swapping(llm, min(longest, _SWAPPED_TOKENS), clock)
@@ -86,9 +83,9 @@ def _growing(llm: "LLM", longest: int, clock: Clock) -> tuple[float, float]:
                     seconds.append(took_s)
             accounting.free(number)
             storage.apply(accounting.drain())
-    if not rows:  # nothing here grows
+    if not rows:  # no layer of this model grows
         return 0.0, 0.0
-    # Of each size the quickest: a copy is short, and what disturbs one is longer.
+    # The fastest of each size: a copy is short, and a disturbance takes longer.
     sizes = sorted(set(rows))
     least = np.array([min(s for r, s in zip(rows, seconds, strict=True) if r == z) for z in sizes])
     matrix, scale = np.array(sizes, float) / least[:, None], np.array([1.0, 1e6])
@@ -127,7 +124,7 @@ def _swapping(llm: "LLM", num_tokens: int, clock: Clock) -> tuple[float, float]:
 def _pair(
     llm: "LLM", strategy: str, longest: int, growth_tokens: int
 ) -> Iterator[tuple[Accounting, Storage]]:
-    """Room for one sequence, besides the engine's own."""
+    """Make an accounting and a storage for one sequence, apart from the engine's own."""
     sizes = CacheConfig(
         max_model_len=longest,
         max_num_seqs=1,
@@ -144,23 +141,22 @@ def _pair(
         storage.close()
 
 
-# -- calibrate -------------------------------------------------------------------------------------
-
+# -- steps -----------------------------------------------------------------------------------------
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (8, 24, 64, 200, 600, 1500)
-_DECODES = 12  # steps of each point
-# Steps of up to 128 tokens are recorded, by size, when 24 have come.
+_DECODES = 12  # decoding steps per point
+# The engine records a step of up to 128 tokens when 24 of its size have run.
 _SIZES = (1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), 80, 96, 112, RECORDED_TOKENS)
 _TIMES = 25
-_MOST_LATE = 8  # sequences that come one by one
+_MOST_LATE = 8  # most sequences that start one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostPoint:
-    """So many sequences side by side, each with a prompt of so many tokens.
+    """A point of the grid: sequences that run side by side, with prompts of one length.
 
-    ``comes_late``: one more with each step, so that some take in prompts while others generate.
+    With ``comes_late`` each step starts one more, so that some compute prompts while others decode.
     """
 
     num_sequences: int
@@ -169,7 +165,7 @@ class CostPoint:
 
 
 def grid(max_num_seqs: int, max_model_len: int, room_tokens: int) -> list[CostPoint]:
-    """What fits in the KV memory, with some room to spare."""
+    """Return the points that fit in a KV memory of ``room_tokens``, with some reserve."""
     points = [
         CostPoint(num_sequences=batch, prompt_tokens=context)
         for batch in BATCHES
@@ -183,15 +179,12 @@ def grid(max_num_seqs: int, max_model_len: int, room_tokens: int) -> list[CostPo
 
 
 def _most_decodes(num_sequences: int) -> int:
-    """The first of those that come late decodes until the last one has come."""
+    """Return the decoding steps of a point; the first late sequence waits for the last one."""
     return _DECODES + min(num_sequences, _MOST_LATE)
 
 
 def warm_up(llm: "LLM") -> None:
-    """Let an engine do for the first time what it does only once, as one that serves has done.
-
-    Kernels are compiled, and a pass over few tokens is recorded when its size has come often.
-    """
+    """Run an engine until its kernels are compiled and its passes over few tokens recorded."""
     limits = llm.engine.scheduler.limits
     longest = min(limits.max_num_batched_tokens, llm.max_model_len - 1)
     vocabulary, rng = vocabulary_of(llm), np.random.default_rng(1)
@@ -212,11 +205,11 @@ def calibrate(
     report: Callable[[int, int], None] = lambda *_: None,
     clock: Clock = time.perf_counter,
 ) -> Fit:
-    """Fit a cost model to this machine. ``report`` is told how many points are done, of how many.
+    """Fit a cost model to this machine; ``report`` receives the points done, and all points.
 
-    ``is_warm``: this engine has been calibrated before, and nothing is done for the first time.
+    ``is_warm`` skips the warm-up of an engine that has been calibrated before.
 
-    Raises: RequestError if the KV memory has no room for a grid.
+    Raises: RequestError if the KV memory has no room for the grid.
     """
     capacity = llm.accounting.ceiling.capacity_bytes
     scheduler = llm.engine.scheduler
@@ -224,12 +217,13 @@ def calibrate(
     points = grid(scheduler.limits.max_num_seqs, llm.max_model_len, room_tokens)
     vocabulary, rng = vocabulary_of(llm), np.random.default_rng(0)
     measured: list[tuple[StepWork, float]] = []
-    llm.reset_prefix_cache()  # a prompt of the last calibration is to be computed again
-    num_unmeasured = 0 if is_warm else 1  # rounds: what longer steps do only once, and pages
+    llm.reset_prefix_cache()  # so that prompts of an earlier calibration are computed again
+    num_unmeasured = 0 if is_warm else 1  # warm-up rounds, for longer steps and pages
     if not is_warm:
         warm_up(llm)
     total = (num_unmeasured + rounds) * len(points)
-    for done, (number, point) in enumerate(_rounds(num_unmeasured + rounds, points)):
+    every = product(range(num_unmeasured + rounds), points)
+    for done, (number, point) in enumerate(every):
         report(done, total)
         steps = list(_steps(llm, point, vocabulary, rng, clock))
         if number >= num_unmeasured:
@@ -241,7 +235,7 @@ def calibrate(
 
 
 def about(found: Fit, *, machine: str, model: str, cache: str, num_threads: int) -> Fit:
-    """With what a reader of the file will want to know."""
+    """Add a description for readers of the file."""
     said = {
         "machine": machine,
         "model": model,
@@ -257,7 +251,7 @@ def about(found: Fit, *, machine: str, model: str, cache: str, num_threads: int)
 
 
 def timed_steps(llm: "LLM", clock: Clock) -> Iterator[tuple[StepWork, float]]:
-    """Step until all is done; what each step was, and how long it took."""
+    """Step until all sequences have ended; yields the work and the seconds of each step."""
     reach = Reach(llm.accounting.groups)
     plans: list[StepPlan] = []
     watch, llm.engine.watch = llm.engine.watch, plans.append
@@ -271,12 +265,6 @@ def timed_steps(llm: "LLM", clock: Clock) -> Iterator[tuple[StepWork, float]]:
                 yield reach.of(plans[0]), seconds
     finally:
         llm.engine.watch = watch
-
-
-def _rounds(rounds: int, points: list[CostPoint]) -> Iterator[tuple[int, CostPoint]]:
-    for number in range(rounds):
-        for point in points:
-            yield number, point
 
 
 def _steps(

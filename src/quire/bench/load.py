@@ -1,4 +1,4 @@
-"""Sends a workload and keeps the times at which answers came."""
+"""Send a workload, and note the times of the answers."""
 
 import asyncio
 import json
@@ -19,41 +19,35 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
 
 
-# -- load ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPiece:
-    """A part of an answer, at the moment when it came."""
+    """A piece of an answer, at the moment of its arrival."""
 
     text: str = ""
-    num_tokens: int | None = None  # None: it is not known how many
-    prompt_tokens: int | None = None  # of the whole prompt, once the target says so
-    output_tokens: int | None = None  # of the whole answer, once the target says so
-    cached_tokens: int = 0  # of the prompt, that did not have to be computed
+    num_tokens: int | None = None  # None: unknown
+    prompt_tokens: int | None = None  # of the whole prompt, if the target reports it
+    output_tokens: int | None = None  # of the whole answer, if the target reports it
+    cached_tokens: int = 0  # tokens of the prompt that were in the prefix cache
 
 
 class Target(Protocol):
-    """What answers: a server, or an engine in this process."""
+    """What a load is sent to: a server, or an engine of this process."""
 
     def answer(self, query: Query) -> AsyncIterator[AnswerPiece]:
-        """Its pieces. Raises: anything; the request has failed then, and the others go on."""
+        """Yield the pieces of an answer. Raises: any error; the request fails and others go on."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What became of one request.
-
-    Units: seconds; ``start_s`` by the clock of ``perf_counter``, what follows counted from it.
-    """
+    """The result of one request."""
 
     prompt_tokens: int
-    queue_s: float = 0.0  # that it waited here for a place among ``max_concurrency``
-    start_s: float = 0.0  # when it was sent
-    ttft_s: float = 0.0
+    queue_s: float = 0.0  # it waited here for ``max_concurrency``
+    start_s: float = 0.0  # when it was sent, by ``perf_counter``
+    ttft_s: float = 0.0  # from ``start_s``
     itls_s: list[float] = field(default_factory=list)  # between one piece and the next
-    latency_s: float = 0.0  # to the last piece
+    latency_s: float = 0.0  # from ``start_s`` to the last piece
     output_tokens: int = 0
     cached_tokens: int = 0
     text: str = ""
@@ -71,10 +65,11 @@ async def send_all(
     max_concurrency: int | None = None,
     report: Callable[[], None] = lambda: None,
 ) -> tuple[list[Outcome | None], float]:
-    """Every query at its time; what became of each, and how many seconds all of it took.
+    """Send all queries at their times; ``report`` is called when one has ended.
 
-    ``report`` is called when one has ended. If the task is cancelled, what has not ended is None,
-    and the cancellation is done with.
+    If the task is cancelled, this ends the cancellation, and unfinished queries have no outcome.
+
+    Returns: the outcome of each query or None, and the seconds of the whole run.
     """
     seats = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
     begin = perf_counter()
@@ -101,7 +96,7 @@ async def send_all(
 
 
 async def send(target: Target, query: Query) -> Outcome:
-    """One query, now."""
+    """Send one query now. An error becomes part of the outcome."""
     outcome = Outcome(prompt_tokens=len(query.token_ids))
     texts: list[str] = []
     counted, told = 0, None
@@ -114,7 +109,7 @@ async def send(target: Target, query: Query) -> Outcome:
             if piece.prompt_tokens is not None:
                 outcome.prompt_tokens = piece.prompt_tokens
             outcome.cached_tokens = max(outcome.cached_tokens, piece.cached_tokens)
-            if piece.num_tokens == 0:  # nothing was generated: it only says something
+            if piece.num_tokens == 0:  # a piece without generated text, as one with the usage
                 continue
             if counted:
                 outcome.itls_s.append(now - last)
@@ -124,7 +119,7 @@ async def send(target: Target, query: Query) -> Outcome:
             texts.append(piece.text)
             last = now
         if not counted:
-            outcome.error = "no token came"
+            outcome.error = "the answer has no tokens"
     except Exception as error:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.latency_s = last - outcome.start_s
@@ -133,13 +128,11 @@ async def send(target: Target, query: Query) -> Outcome:
     return outcome
 
 
-# -- here ------------------------------------------------------------------------------------------
-
-# The engine of this process as a target, and what its KV cache took meanwhile.
+# -- an engine of this process ---------------------------------------------------------------------
 
 
 def vocabulary_of(llm: "LLM") -> Vocabulary:
-    """What its tokenizer has, but for special tokens."""
+    """Return the tokens of an engine's tokenizer without special ones."""
     tokenizer = llm.tokenizer
     if tokenizer is None:
         return Vocabulary()
@@ -147,7 +140,7 @@ def vocabulary_of(llm: "LLM") -> Vocabulary:
 
 
 class EngineHere:
-    """Answers with an ``AsyncLLM``. An answer that ends in an error has failed."""
+    """A target that answers with an ``AsyncLLM``."""
 
     def __init__(self, llm: "AsyncLLM", *, temperature: float, ignore_eos: bool) -> None:
         self._llm = llm
@@ -168,15 +161,15 @@ class EngineHere:
 
 
 class CacheWatch:
-    """The cache's usage after each step, as few numbers."""
+    """Collects the KV cache's usage after each step."""
 
     def __init__(self) -> None:
         self._peak: Usage | None = None
-        self._used_bytes = self._held_bytes = 0  # summed over steps in which a sequence ran
+        self._used_bytes = self._held_bytes = 0  # sums over the steps with sequences
         self._before = (0, 0, 0)
 
     def begin(self, llm: "AsyncLLM") -> None:
-        """Forget what was before."""
+        """Forget the steps so far."""
         self._peak, self._used_bytes, self._held_bytes = None, 0, 0
         self._before = _counts(llm)
 
@@ -188,7 +181,7 @@ class CacheWatch:
             self._held_bytes += usage.used_bytes + usage.wasted_bytes
 
     def figures(self, llm: "AsyncLLM", outcomes: list[Outcome]) -> dict[str, Any]:
-        """Since ``begin``; bytes are those of the step with most committed."""
+        """Return the figures since ``begin``; bytes are those of the committed peak."""
         peak = self._peak
         preemptions, swaps, recomputed = (
             now - before for now, before in zip(_counts(llm), self._before, strict=True)
@@ -220,13 +213,11 @@ def _size(usage: Usage) -> tuple[int, int]:
     return usage.committed_bytes, usage.used_bytes
 
 
-# -- server ----------------------------------------------------------------------------------------
-
-# A server elsewhere as a target: OpenAI's ``/v1/completions``, streamed.
+# -- a server --------------------------------------------------------------------------------------
 
 
 class CompletionsServer:
-    """Sends prompts as token ids; usage is asked for, so that lengths are the server's own."""
+    """A target behind OpenAI's ``/v1/completions``; its usage tells the lengths."""
 
     def __init__(self, http: Http, model: str, *, temperature: float, ignore_eos: bool) -> None:
         self._http, self.model = http, model
@@ -241,7 +232,7 @@ class CompletionsServer:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if self._ignore_eos:  # not OpenAI's: a server that is strict is asked without it
+        if self._ignore_eos:  # not in OpenAI's API, so a strict server may refuse it
             body["ignore_eos"] = True
         async with aclosing(self._http.events("/v1/completions", body)) as events:
             async for event in events:
@@ -249,12 +240,12 @@ class CompletionsServer:
 
 
 async def first_model(http: Http) -> str:
-    """What the server calls the first of its models. Raises: ConfigError."""
+    """Return the name of the server's first model. Raises: ConfigError."""
     return (await models_of(http))[0]
 
 
 async def models_of(http: Http) -> list[str]:
-    """What the server calls its models, at least one. Raises: ConfigError."""
+    """Return the names of the server's models, at least one. Raises: ConfigError."""
     try:
         answer = await http.get("/v1/models")
         names: list[str] = [str(model["id"]) for model in answer["data"]]
@@ -263,14 +254,14 @@ async def models_of(http: Http) -> list[str]:
         raise ConfigError(f"--url {http.url} refuses: {error.reason}") from error
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
-            f"--url {http.url}: no model can be had from /v1/models ({type(error).__name__}: "
-            f"{error}). Is the server up? --model names one without asking"
+            f"--url {http.url}: /v1/models does not list a model ({type(error).__name__}: "
+            f"{error}). Is the server up? --model names a model without this request"
         ) from error
     return names
 
 
 def _piece(event: str) -> AnswerPiece:
-    """Raises: ValueError for an event that is an error, or no JSON object."""
+    """Parse an event. Raises: ValueError for an error, or for no JSON object."""
     data = json.loads(event)
     if not isinstance(data, dict) or data.get("error"):
         raise ValueError(f"the server says {event[:300]}")

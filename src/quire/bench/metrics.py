@@ -1,4 +1,4 @@
-"""``vllm bench serve``'s figures out of what became of each request. Keys and meanings are vLLM's.
+"""Compute the figures of ``vllm bench serve`` from the outcomes, with vLLM's keys and meanings.
 
 Source: vLLM, vllm/benchmarks/serve.py.
 """
@@ -12,9 +12,6 @@ from quire.bench.load import Outcome
 from quire.errors import ConfigError
 from quire.units import format_bytes
 
-# -- metrics ---------------------------------------------------------------------------------------
-
-
 GOALS = ("ttft", "tpot", "e2el")
 
 
@@ -25,11 +22,11 @@ def figures(
     percentiles: Sequence[float] = (99,),
     goodput: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """All figures of a run. Those of latency are over requests that succeeded.
+    """Compute all figures of a run of ``duration_s``; latencies are of requests that succeeded.
 
-    TPOT is a request's time after its first token, a token; ITL is between two pieces, over all
-    requests together. ``goodput`` has goals in milliseconds, of ``GOALS``: the share of requests
-    that meet all of them, a second.
+    TPOT is a request's time per token after its first; ITL is the time between two pieces, over all
+    requests together. ``goodput`` maps names of ``GOALS`` to milliseconds, and counts the requests
+    per second that meet all goals.
     """
     done = [outcome for outcome in outcomes if outcome.succeeded]
     num_input = sum(outcome.prompt_tokens for outcome in done)
@@ -61,7 +58,7 @@ def figures(
 
 
 def details(several: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """What is kept of each request, in order. Times in seconds."""
+    """Return lists with the figures of each request, in seconds and tokens."""
     return {
         "input_lens": [outcome.prompt_tokens for outcome in several],
         "output_lens": [each.output_tokens if each.succeeded else 0 for each in several],
@@ -76,19 +73,19 @@ def details(several: Sequence[Outcome]) -> dict[str, list[Any]]:
 
 
 def tpot_s(outcome: Outcome) -> float:
-    """Seconds a token after the first one; 0 if there is none."""
+    """Return the seconds per token after the first; 0 without such tokens."""
     after_first = outcome.latency_s - outcome.ttft_s
     return after_first / (outcome.output_tokens - 1) if outcome.output_tokens > 1 else 0.0
 
 
 def meets(outcome: Outcome, goals_ms: Mapping[str, float]) -> bool:
-    """Whether a request was as quick as all the goals ask for."""
+    """Return whether a request meets all goals."""
     times_s = {"ttft": outcome.ttft_s, "tpot": tpot_s(outcome), "e2el": outcome.latency_s}
     return all(times_s[name] * 1e3 <= goal_ms for name, goal_ms in goals_ms.items())
 
 
 def peak_tokens_per_s(outcomes: Sequence[Outcome]) -> float:
-    """The most pieces that came within one second, of seconds counted from the first request on."""
+    """Return the most pieces in one second, of whole seconds from the first request on."""
     times: list[float] = []
     for outcome in outcomes:
         first = outcome.start_s + outcome.ttft_s
@@ -100,7 +97,7 @@ def peak_tokens_per_s(outcomes: Sequence[Outcome]) -> float:
 
 
 def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """The most requests under way at a time; one that ends makes room for one that begins then."""
+    """Return the most requests at one time; one that ends comes before one that then begins."""
     events = [(outcome.start_s, 1) for outcome in outcomes]
     events += [(outcome.start_s + outcome.latency_s, -1) for outcome in outcomes]
     changes = [change for _, change in sorted(events)]
@@ -108,7 +105,7 @@ def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
 
 
 def parse_goodput(given: Sequence[str]) -> dict[str, float]:
-    """Goals in milliseconds from ``ttft:500``; several in one text are parted by blanks or commas.
+    """Parse goals as ``ttft:500``, in milliseconds, separated by blanks or commas.
 
     Raises: ConfigError.
     """
@@ -122,23 +119,24 @@ def parse_goodput(given: Sequence[str]) -> dict[str, float]:
         if name not in GOALS or not goals[name] >= 0:
             raise ConfigError(
                 f"--goodput {pair!r} must be one of {', '.join(GOALS)}, a colon and milliseconds, "
-                f"as in ttft:500"
+                "e.g. ttft:500"
             )
     return goals
 
 
 def parse_percentiles(given: str) -> tuple[float, ...]:
-    """Percentiles from ``50,90,99``. Raises: ConfigError."""
+    """Parse percentiles as ``50,90,99``. Raises: ConfigError."""
     try:
         several = tuple(float(text) for text in given.split(","))
     except ValueError:
         several = (-1.0,)
     if not all(0 <= percentile <= 100 for percentile in several):
-        raise ConfigError(f"--metric-percentiles {given!r} must be numbers from 0 to 100: 50,90,99")
+        raise ConfigError(f"--metric-percentiles {given!r} must be from 0 to 100, e.g. 50,90,99")
     return several
 
 
 def percentile_word(percentile: float) -> str:
+    """Write a percentile as vLLM's keys do: 99, 99.9."""
     return f"{percentile:g}"
 
 
@@ -158,10 +156,7 @@ def _statistics(
     return result
 
 
-# -- report ----------------------------------------------------------------------------------------
-
-# The table that ``vllm bench serve`` prints, line for line, and what the KV cache took.
-
+# -- the table -------------------------------------------------------------------------------------
 
 _WIDTH = 50
 _SECTIONS = (
@@ -173,7 +168,7 @@ _SECTIONS = (
 
 
 def table(result: Mapping[str, Any], percentiles: tuple[float, ...]) -> str:
-    """All figures of ``metrics.figures``, and of ``kv`` if it is there."""
+    """Return the table of all figures, with those of the KV cache if the result has them."""
     return "\n".join(_lines(result, percentiles))
 
 

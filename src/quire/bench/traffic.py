@@ -1,7 +1,7 @@
-"""A whole run's traffic from the options that describe it, the same for every system asked."""
+"""Make the requests of a run from its options; they are the same for every target."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -9,33 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from quire.bench.load import Outcome
-from quire.bench.workload import Query, RandomLengths, Vocabulary, arrivals, at_times
+from quire.bench.workload import Query, RandomLengths, Vocabulary, arrivals
 from quire.errors import ConfigError
 from quire.traces import RequestLog, TraceRequest, open_trace
 
-# -- trace -----------------------------------------------------------------------------------------
-
-# A trace's requests as prompts to be sent: of its lengths, at its times, alike where its are.
-#
-# And what was sent as a trace. Reading is left to ``quire.traces``.
-
-
-def read_trace(
-    source: str | Path, num_requests: int, *, max_skipped: int | None = 0
-) -> list[TraceRequest]:
-    """The first requests of a file or a web address; the first of them comes at 0.
-
-    Raises: ConfigError naming the source, the line and the forms that can be read.
-    """
-    trace = iter(open_trace(source, max_skipped=max_skipped))
-    return list(islice(trace, num_requests))
-
 
 def write_trace(path: Path, queries: Iterable[Query], outcomes: Iterable[Outcome]) -> None:
-    """What was sent, when, and how much came back, as Quire's own trace; of failures nothing.
-
-    Raises: ConfigError.
-    """
+    """Write the requests that succeeded as Quire's own trace. Raises: ConfigError."""
     sent = [pair for pair in zip(queries, outcomes, strict=True) if pair[1].succeeded]
     sent.sort(key=lambda pair: pair[1].start_s)
     try:
@@ -56,9 +36,9 @@ def replay(
     scale: float = 1.0,
     speed: float = 1.0,
 ) -> list[Query]:
-    """Prompts of a trace's lengths × ``scale``, ``speed`` times as fast.
+    """Make prompts with a trace's lengths × ``scale``, sent ``speed`` times as fast.
 
-    Prompts that begin alike in the trace do so here, up to the same share of their length.
+    Prompts share prefixes as in the trace, up to the same share of their length.
 
     Raises: ConfigError.
     """
@@ -85,21 +65,18 @@ def _prompt(
     token_ids: list[int] = []
     for hash_id in request.hash_ids:
         token_ids += vocabulary.draw(np.random.default_rng((seed, 1, hash_id)), num_each)
-    # Rounding may leave a few tokens over, which no other request has.
+    # Rounding may leave a few tokens, which are this request's own.
     missing = max(0, num_tokens - len(token_ids))
     token_ids += vocabulary.draw(np.random.default_rng((seed, 0, place)), missing)
     return token_ids[:num_tokens]
 
 
-# -- traffic ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTraffic:
-    """Random lengths, or a trace's. Without ``request_rate`` a trace comes at its own times, and
-    random prompts come all at once.
+    """The requests of a run: with random lengths, or of a trace.
 
-    Raises: ConfigError naming the option.
+    Without ``request_rate`` a trace keeps its own times, and random prompts are sent all at once.
+    Raises: ConfigError with the option.
     """
 
     num_prompts: int
@@ -117,7 +94,7 @@ class BenchTraffic:
             raise ConfigError(f"--num-prompts {self.num_prompts} must be at least 1")
         if self.trace_max_skipped < 0:
             raise ConfigError(f"--trace-max-skipped {self.trace_max_skipped} must be at least 0")
-        self.queries(Vocabulary(range(1)))  # what cannot be read is said before a model is loaded
+        self.queries(Vocabulary(range(1)))  # a bad trace fails before a model is loaded
 
     @property
     def has_own_times(self) -> bool:
@@ -125,19 +102,20 @@ class BenchTraffic:
 
     @property
     def rate(self) -> float | str:
-        """As results name it."""
+        """Return the rate as vLLM's results name it."""
         if self.has_own_times:
             return "trace"
         return "inf" if self.request_rate in (None, inf) else float(self.request_rate or 0)
 
     def queries(self, vocabulary: Vocabulary) -> list[Query]:
-        """In order of time."""
+        """Make all queries, in order of time. Raises: ConfigError."""
         rng = np.random.default_rng(self.seed)
         if self.trace is None:
             queries = self.lengths.queries(self.num_prompts, vocabulary, rng)
         else:
+            trace = open_trace(self.trace, max_skipped=self.trace_max_skipped)
             queries = replay(
-                read_trace(self.trace, self.num_prompts, max_skipped=self.trace_max_skipped),
+                islice(trace, self.num_prompts),
                 vocabulary,
                 seed=self.seed,
                 scale=self.trace_scale,
@@ -146,10 +124,11 @@ class BenchTraffic:
         if self.has_own_times:
             return queries
         rate = inf if self.request_rate is None else self.request_rate
-        return at_times(queries, arrivals(len(queries), rate, self.burstiness, rng))
+        times = arrivals(len(queries), rate, self.burstiness, rng)
+        return [replace(query, at_s=at_s) for query, at_s in zip(queries, times, strict=True)]
 
     def warmups(self, num_prompts: int, vocabulary: Vocabulary) -> list[Query]:
-        """Prompts of the first one's length, whose tokens no query has."""
+        """Make prompts of the first one's length, with other tokens than any query."""
         first = self.queries(vocabulary)[0]
         rng = np.random.default_rng((self.seed, 1))
         return [

@@ -1,9 +1,9 @@
-"""What is asked, and when: prompts of drawn lengths, at drawn times.
+"""Draw prompts of random lengths, and random times to send them.
 
-Everything comes from one seed, so that two systems can be given the same traffic.
+All of it comes from one seed, so that two targets get the same requests.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, floor, inf
 
@@ -21,34 +21,35 @@ class Query:
 
     token_ids: list[int]
     max_tokens: int
-    at_s: float = 0.0  # after the beginning
+    at_s: float = 0.0  # since the start of the run
 
 
 class Vocabulary:
-    """The token ids that prompts are made of: none of them special.
+    """The token ids of prompts, without special ones.
 
-    Without any, it is ids that are parts of words in every vocabulary in use.
+    The default are ids that stand for parts of words in every common vocabulary.
     """
 
     def __init__(self, token_ids: Iterable[int] = range(1000, 4000)) -> None:
         self._ids = np.array(sorted(token_ids), np.int64)
 
     def draw(self, rng: np.random.Generator, num_tokens: int) -> list[int]:
+        """Draw a prompt."""
         drawn: list[int] = self._ids[rng.integers(0, len(self._ids), size=num_tokens)].tolist()
         return drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLengths:
-    """Lengths drawn evenly from [n × (1 − range_ratio), n × (1 + range_ratio)].
+    """Uniform lengths in [n × (1 − range_ratio), n × (1 + range_ratio)].
 
-    Raises: ConfigError naming the option.
+    Raises: ConfigError with the option.
     """
 
     input_len: int = 128
     output_len: int = 64
     range_ratio: float = 0.0
-    prefix_len: int = 0  # tokens that all prompts begin with, besides
+    prefix_len: int = 0  # further tokens that all prompts begin with
 
     def __post_init__(self) -> None:
         for name, least in (("input_len", 1), ("output_len", 1), ("prefix_len", 0)):
@@ -65,6 +66,7 @@ class RandomLengths:
     def queries(
         self, num_prompts: int, vocabulary: Vocabulary, rng: np.random.Generator
     ) -> list[Query]:
+        """Draw ``num_prompts`` queries, which are all sent at 0."""
         inputs = self._draw(self.input_len, num_prompts, rng)
         outputs = self._draw(self.output_len, num_prompts, rng)
         prefix = vocabulary.draw(rng, self.prefix_len)
@@ -83,10 +85,10 @@ class RandomLengths:
 def arrivals(
     num_prompts: int, request_rate: float, burstiness: float, rng: np.random.Generator
 ) -> list[float]:
-    """When each request is sent, in seconds after the beginning.
+    """Draw the time of each request, in seconds since the start.
 
     Gaps are gamma distributed with shape ``burstiness``: 1 is a Poisson process, less is burstier,
-    infinite is a metronome. As vLLM does, they are stretched so that the last request is sent at
+    and inf gives equal gaps. As in vLLM, they are scaled so that the last request is sent at
     ``num_prompts / request_rate`` exactly.
 
     Raises: ConfigError.
@@ -106,11 +108,3 @@ def arrivals(
         times *= num_prompts / request_rate / times[-1]
     several: list[float] = times.tolist()
     return several
-
-
-def at_times(queries: Sequence[Query], times: Sequence[float]) -> list[Query]:
-    """The same queries at other times."""
-    return [
-        Query(token_ids=query.token_ids, max_tokens=query.max_tokens, at_s=at_s)
-        for query, at_s in zip(queries, times, strict=True)
-    ]

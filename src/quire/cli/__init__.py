@@ -19,31 +19,27 @@ from typer.core import TyperCommand, TyperGroup
 from quire.errors import QuireError
 from quire.server.stop import StopSignals
 
-# What each does: the first line of its own help, and the module ``quire.cli.<name>``.
+# The first line of each command's help. The command is in the module ``quire.cli.<name>``.
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "serve": "Serve a model over HTTP: OpenAI's and Anthropic's API, metrics, and a page of "
-        "its memory.",
-        "chat": "Chat with a model: of a server, quire serve's or any other of OpenAI's API; else "
-        "in here.",
-        "generate": "Continue a text, and say what its KV cache took.",
-        "compare": "Run the same prompts under all four strategies: a table and a picture of their "
-        "memory.",
-        "plan": "Say what fits: bytes per token, the budget, and sequences per strategy and rule.",
-        "simulate": "Say what traffic would meet: the engine's own scheduler and accounting, and "
-        "no model.",
-        "hit-rates": "Say how much of a trace's prompts a prefix cache would find, by size and by "
-        "policy.",
-        "bench": "Measure throughput and latency: the figures and the table of vllm bench serve.",
-        "top": "Watch a server's memory: who holds which cells, what is shared and cached, how "
-        "fast it goes.",
-        "doctor": "Say what this machine has, what the KV cache may take of it, and why.",
+        "serve": "Serve a model over HTTP with OpenAI's and Anthropic's API, metrics and a memory "
+        "page.",
+        "chat": "Chat with a model: on any server with OpenAI's API, or in an engine of its own.",
+        "generate": "Continue a text, and show how much memory its KV cache took.",
+        "compare": "Run the same prompts under all four strategies, and draw their memory.",
+        "plan": "Plan what fits: bytes per token, the budget, and sequences per strategy and rule.",
+        "simulate": "Simulate traffic with the engine's own scheduler and accounting, without a "
+        "model.",
+        "hit-rates": "Compute the hit rate of a prefix cache on a trace, by cache size and policy.",
+        "bench": "Measure throughput and latency, and print the table of vllm bench serve.",
+        "top": "Watch a server's KV memory: its sequences, their blocks, and tokens per second.",
+        "doctor": "Show this machine's memory, how much of it the KV cache may take, and why.",
     }
 )
 
 
 class _Commands(TyperGroup):
-    """Those that were only listed are made when a shell that completes asks for their options."""
+    """Import a listed command when shell completion asks for its options."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
@@ -55,16 +51,16 @@ class _Commands(TyperGroup):
 
 
 def command_line(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
-    """Make the command line in which the commands of these names work; the others are listed."""
+    """Make a command line that runs the commands in ``names`` and lists all others."""
     app = typer.Typer(
         cls=_Commands,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="KV-cache memory for LLM inference: four strategies, one interface, accounted in "
-        "bytes.",
-        epilog="Start with: quire serve, or quire compare. Any option of engine and server may "
-        "also be set as QUIRE_<OPTION>, e.g. QUIRE_BUDGET=vllm.",
+        help="KV-cache memory for LLM inference: four strategies behind one interface, with every "
+        "byte accounted for.",
+        epilog="Start with quire serve or quire compare. An environment variable QUIRE_<OPTION> "
+        "sets any option of the engine or the server, e.g. QUIRE_BUDGET=vllm.",
     )
     app.callback()(_quire)
     for name, help in COMMANDS.items():
@@ -73,20 +69,19 @@ def command_line(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
             continue
         module = import_module(f"quire.cli.{name.replace('-', '_')}")
         command: Callable[..., None] = getattr(module, name.replace("-", "_"))
-        app.command(name, cls=_class_of(name), help=_help_of(command))(command)
+        # One line per paragraph, so that the terminal and not the source decides where lines break.
+        paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+        text = "\n\n".join(
+            each.replace("\b\n", "\b\nExamples:\n") if "\b" in each else each.replace("\n", " ")
+            for each in paragraphs
+            if not each.startswith("Raises:")
+        )
+        app.command(name, cls=_class_of(name), help=text)(command)
     return app
 
 
-def _help_of(command: Callable[..., None]) -> str:
-    """Its docstring with a line for each paragraph, which the terminal breaks where it ends."""
-    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
-    return "\n\n".join(
-        each if each.startswith("\b") else each.replace("\n", " ") for each in paragraphs
-    )
-
-
 def _class_of(name: str) -> type[TyperCommand] | None:
-    """How a command reads its line: all vLLM's flags, or --model for its one argument."""
+    """Return the parser of a command that takes vLLM's flags, or ``--model`` for its argument."""
     if name == "serve":
         from quire.cli.vllm import VllmCommand
 
@@ -99,12 +94,12 @@ def _class_of(name: str) -> type[TyperCommand] | None:
 
 
 def main() -> None:
-    """Run the command line; an error is said on standard error, in the same way wherever it is.
+    """Run the command line, and print any error on standard error.
 
-    The exit code is 1, but 2 where the command line cannot be read.
+    The exit code is 1 after an error, and 2 if the command line could not be parsed.
     """
     named = [argument for argument in sys.argv[1:2] if argument in COMMANDS]
-    # A server that is told to stop ends with 0, also while its modules are still imported.
+    # SIGTERM ends a server with exit code 0, also while it still imports its modules.
     with StopSignals() if named == ["serve"] else nullcontext():
         _run(named)
 
@@ -119,14 +114,14 @@ def _run(named: list[str]) -> None:
         run = command_line(named)
         code = run(sys.argv[1:] or ["--help"], prog_name="quire", standalone_mode=False)
     except typer.TyperException as error:
-        _say(f"{error.format_message()} ({' '.join(['quire', *named])} -h lists what there is)")
+        _say(f"{error.format_message()} ({' '.join(['quire', *named])} -h lists all options)")
         code = error.exit_code
     except QuireError as error:
         _say(str(error))
         code = 1
-    except KeyboardInterrupt:  # while modules were imported; elsewhere typer says the same
+    except KeyboardInterrupt:  # during an import; typer handles it everywhere else
         code = 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader left, and there is nothing left to say
+    except BrokenPipeError:  # the reader of standard output has gone
         sys.stderr.close()
         code = 1
     if code:
@@ -143,7 +138,7 @@ def _say(error: str) -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version  # takes as long as the rest of --help
+        from importlib.metadata import version  # importing it takes as long as all of --help
 
         typer.echo(f"quire {version('quire')}")
         raise typer.Exit
@@ -153,11 +148,13 @@ def _quire(
     *,
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print it and end.", callback=_print_version, is_eager=True),
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     pass
 
 
 def _listed() -> None:
-    """Stand for a command that was not named, and so is not run."""
+    """Stand in for a command that is listed but not run."""

@@ -1,4 +1,4 @@
-"""``quire bench``: throughput and latency, with ``vllm bench serve``'s figures and table."""
+"""Run ``quire bench``: measure throughput and latency with the figures of ``vllm bench serve``."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn
 
 from quire.bench.load import (
     CacheWatch,
@@ -32,13 +32,17 @@ from quire.bench.traffic import BenchTraffic, write_trace
 from quire.bench.workload import Query, RandomLengths, Vocabulary
 from quire.cli.options import (
     ApiKey,
+    AsJson,
     Temperature,
     Timeout,
+    check_folder,
     client,
     engine_of,
+    in_panel,
     load_llm,
     load_model,
     plain_table,
+    progress_bar,
     with_engine_options,
 )
 from quire.config import EngineConfig
@@ -46,16 +50,9 @@ from quire.errors import ConfigError, RequestError
 from quire.http import Http
 from quire.planner.simulation.cost_model import COEFFICIENTS, Fit
 
-# -- bench -----------------------------------------------------------------------------------------
-
-
-_LINE_S = 5.0  # between two lines of progress, at least
+_LINE_S = 5.0  # least time between two lines of progress
 _OF_VLLM = ("serve", "throughput", "latency")
 _STOPPED = 128 + signal.SIGINT
-
-
-def _flag(panel: str, help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel)
 
 
 @with_engine_options
@@ -64,107 +61,117 @@ def bench(  # noqa: PLR0913 - each is a flag
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A local folder or a hub name; default: the demo model. With --url what the "
-            "server calls it; default: its first."
+            help="A local folder or a hub name; default: the demo model. With --url: the server's "
+            "name of the model; default: its first."
         ),
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="Ask an OpenAI-compatible server, instead of an engine in here."),
+        typer.Option(help="Measure a server with OpenAI's API instead of an engine of its own."),
     ] = None,
     api_key: ApiKey = None,
     header: Annotated[
-        list[str] | None, typer.Option(help='With --url, e.g. "Authorization: Bearer KEY".')
+        list[str] | None,
+        typer.Option(help='With --url: an HTTP header, e.g. "Authorization: Bearer KEY".'),
     ] = None,
     timeout: Timeout = 600.0,
-    num_prompts: Annotated[int, _flag("Load", "Requests; of a trace, the first ones.")] = 64,
-    random_input_len: Annotated[int, _flag("Load", "Tokens in a prompt; --seed says which.")] = 128,
-    random_output_len: Annotated[int, _flag("Load", "Tokens to generate for it.")] = 64,
+    num_prompts: Annotated[int, in_panel("Load", "Requests to send; a trace's first ones.")] = 64,
+    random_input_len: Annotated[
+        int, in_panel("Load", "Tokens per prompt, drawn with --seed.")
+    ] = 128,
+    random_output_len: Annotated[int, in_panel("Load", "Tokens to generate per request.")] = 64,
     random_range_ratio: Annotated[
-        float, _flag("Load", "Draw both lengths n from n·(1−r) to n·(1+r).")
+        float, in_panel("Load", "Draw both lengths n from n·(1−r) to n·(1+r).")
     ] = 0.0,
     random_prefix_len: Annotated[
-        int, _flag("Load", "Tokens that all prompts begin with, besides.")
+        int, in_panel("Load", "Further tokens that all prompts begin with.")
     ] = 0,
     request_rate: Annotated[
         float | None,
-        _flag("Load", "Requests a second. Default: all at once; a trace at its own times."),
+        in_panel("Load", "Requests per second. Default: all at once; a trace at its own times."),
     ] = None,
     burstiness: Annotated[
         float,
-        _flag("Load", "Of that rate: 1 is a Poisson process, less burstier, inf a metronome."),
+        in_panel("Load", "1 is a Poisson process; less is burstier; inf sends at equal gaps."),
     ] = 1.0,
     max_concurrency: Annotated[
-        int | None, _flag("Load", "Requests under way at once, at most.")
+        int | None, in_panel("Load", "Most requests in flight at once.")
     ] = None,
-    num_warmups: Annotated[int, _flag("Load", "Requests before the clock starts.")] = 1,
+    num_warmups: Annotated[int, in_panel("Load", "Requests before the measurement.")] = 1,
     temperature: Temperature = 0.0,
     ignore_eos: Annotated[
-        bool, _flag("Load", "Generate to the full length.", "--ignore-eos/--no-ignore-eos")
+        bool, in_panel("Load", "Generate the full length.", "--ignore-eos/--no-ignore-eos")
     ] = True,
     trace: Annotated[
         str | None,
-        _flag(
+        in_panel(
             "Load",
-            "Real lengths and times, a file or an http address: Azure's LLM trace, BurstGPT, "
+            "Send a trace's lengths at its times; a file or an http address: Azure's, BurstGPT, "
             "Mooncake's, Bailian's, kv-cache-tester's, ServeGen's or Quire's own (--save-trace).",
         ),
     ] = None,
-    trace_scale: Annotated[float, _flag("Load", "Multiply the trace's lengths by this.")] = 1.0,
-    trace_speed: Annotated[float, _flag("Load", "Replay it so many times as fast.")] = 1.0,
+    trace_scale: Annotated[float, in_panel("Load", "Multiply the trace's lengths by this.")] = 1.0,
+    trace_speed: Annotated[
+        float, in_panel("Load", "Replay the trace this many times as fast.")
+    ] = 1.0,
     trace_max_skipped: Annotated[
-        int, _flag("Load", "Rows of it that may be no requests, and are left out.")
+        int, in_panel("Load", "Invalid rows of the trace to skip before giving up.")
     ] = 0,
     goodput: Annotated[
         list[str] | None,
-        _flag("Result", "Goals in ms, ttft:500,tpot:50,e2el:9000; counts who meets all of them."),
+        in_panel(
+            "Result",
+            "Goals in milliseconds, e.g. ttft:500,tpot:50,e2el:9000; goodput counts the requests "
+            "that meet all of them.",
+        ),
     ] = None,
-    metric_percentiles: Annotated[str, _flag("Result", "Besides mean and median.")] = "99",
+    metric_percentiles: Annotated[
+        str, in_panel("Result", "Percentiles to print beside mean and median, e.g. 90,99.")
+    ] = "99",
     save_result: Annotated[
-        Path | None, _flag("Result", "Write vLLM's JSON, and our kv part, to this file.")
+        Path | None,
+        in_panel("Result", "Write the result as vLLM's JSON, with a kv part, to this file."),
     ] = None,
     save_trace: Annotated[
-        Path | None,
-        _flag("Result", "Write what was sent, and when, as a trace to be replayed (--trace)."),
+        Path | None, in_panel("Result", "Write the requests that were sent as a trace (--trace).")
     ] = None,
     save_detailed: Annotated[
-        bool, _flag("Result", "… with each request's times and text.", "--save-detailed")
+        bool,
+        in_panel("Result", "Add each request's times and text to the JSON.", "--save-detailed"),
     ] = False,
-    as_json: Annotated[
-        bool, _flag("Result", "One JSON object instead of the table.", "--json")
-    ] = False,
+    as_json: AsJson = False,
     calibrate: Annotated[
         Path | None,
-        _flag(
+        in_panel(
             "Result",
-            "Measure steps of all sizes instead, and write what they take on this "
-            "machine, for quire simulate --calibration.",
+            "Instead of a load, measure steps of all sizes on this machine, and write their times "
+            "to this file, for quire simulate --calibration.",
         ),
     ] = None,
     engine: dict[str, Any],
 ) -> None:
-    """Measure throughput and latency: the figures and the table of vllm bench serve.
+    """Measure throughput and latency, and print the table of vllm bench serve.
 
-    Without --url the engine runs in here, and what its KV cache took is said too.
+    Without --url, the engine runs in this process, and the table also shows its KV cache.
 
     \b
     quire bench --cache virtual --kv-cache-memory-bytes 64MiB
     quire bench --random-input-len 512 --request-rate 4 --goodput ttft:500,tpot:50
-    quire bench --trace AzureLLMInferenceTrace_conv.csv --trace-scale 0.1 --trace-speed 4
+    quire bench --trace azure.csv --trace-scale 0.1 --trace-speed 4
     quire bench --calibrate here.json --max-num-seqs 32
-    quire bench --url http://localhost:8000 --max-concurrency 16 --save-result result.json
+    quire bench --url http://localhost:8000 --save-result result.json
+
+    Raises: ConfigError, RequestError; typer.Exit after a Ctrl-C.
     """
     if model in _OF_VLLM and not Path(model).exists():
         raise ConfigError(
-            f"quire bench has no commands, and {model} is one of vllm bench's: leave it out, and "
-            f"say with --url which server to ask"
+            f"{model} is a command of vllm bench, and quire bench has no commands: leave it out "
+            "(--url names a server to measure)"
         )
     if calibrate is not None:
         _refuse_misplaced(url, header, api_key, engine, {"--calibrate": calibrate})
         if url is not None:
-            raise ConfigError("--calibrate measures an engine in here: leave out --url")
-        pass  # local
-
+            raise ConfigError("--calibrate measures an engine of its own: leave out --url")
         write_calibration(model, engine, calibrate)
         return
     percentiles, goals = parse_percentiles(metric_percentiles), parse_goodput(goodput or ())
@@ -218,8 +225,8 @@ def bench(  # noqa: PLR0913 - each is a flag
         run.console.print(f"failed: {error}", markup=False, highlight=False)
     if num_done < measured.num_wanted:
         run.console.print(
-            f"stopped: {num_done:,} of {measured.num_wanted:,} requests were done, and the figures "
-            "are of these",
+            f"stopped after {num_done:,} of {measured.num_wanted:,} requests; the figures cover "
+            "these",
             highlight=False,
         )
         raise typer.Exit(_STOPPED)
@@ -227,17 +234,17 @@ def bench(  # noqa: PLR0913 - each is a flag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    about: dict[str, Any]  # who was asked, in vLLM's keys
+    about: dict[str, Any]  # the target, in vLLM's keys
     num_wanted: int
-    queries: list[Query]  # … of which these have ended, when it was not stopped all of them
+    queries: list[Query]  # those that have ended: all, unless Ctrl-C stopped the run
     outcomes: list[Outcome]
     duration_s: float
-    kv: dict[str, Any]  # our own part; nothing for a server elsewhere
+    kv: dict[str, Any]  # figures of the KV cache; empty for a server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """How traffic is sent to whom; progress goes to standard error. Raises: ConfigError."""
+    """Sends traffic to a target, with progress on standard error. Raises: ConfigError."""
 
     traffic: BenchTraffic
     num_warmups: int
@@ -253,7 +260,7 @@ class _Run:
             raise ConfigError(f"--max-concurrency {self.max_concurrency} must be at least 1")
 
     def here(self, model: str | None, engine: dict[str, Any]) -> _Measured:
-        """An engine of this process. Raises: RequestError if no request succeeds."""
+        """Measure an engine of this process. Raises: RequestError if no request succeeds."""
         config = EngineConfig.from_options(**engine)
         loaded = load_model(model, config, self.console)
         from quire.engine.async_llm import AsyncLLM
@@ -282,10 +289,10 @@ class _Run:
         return asyncio.run(measure())
 
     def there(self, server: Http, model: str | None) -> _Measured:
-        """A server. Raises: ConfigError, RequestError if no request succeeds."""
+        """Measure a server. Raises: ConfigError; RequestError if no request succeeds."""
 
         async def measure() -> _Measured:
-            # Connections are kept: to make one is no part of a first token's time.
+            # Connections stay open, so that connecting is no part of a time to first token.
             async with server as http:
                 name = model or await first_model(http)
                 target = CompletionsServer(
@@ -310,12 +317,12 @@ class _Run:
             queries = self.traffic.warmups(self.num_warmups, vocabulary)
             done, *_ = await self._send("warming up", target, queries)
             if len(done) < len(queries):
-                raise RequestError("stopped while warming up: nothing was measured")
+                raise RequestError("stopped during the warm-up: nothing was measured")
 
     async def _send(
         self, what: str, target: Target, queries: list[Query]
     ) -> tuple[list[Query], list[Outcome], float]:
-        """Those that have ended, all of them where it is not stopped (Ctrl-C), and the seconds."""
+        """Send queries. Returns: those that ended before a Ctrl-C, their outcomes, the seconds."""
         with self._progress(what, len(queries)) as report:
             found, duration_s = await send_all(
                 target, queries, max_concurrency=self.max_concurrency, report=report
@@ -323,7 +330,7 @@ class _Run:
         done = [each for each in zip(queries, found, strict=True) if each[1] is not None]
         outcomes = [outcome for _, outcome in done if outcome is not None]
         if not outcomes:
-            raise RequestError(f"{what}: stopped before one of {len(queries):,} requests was done")
+            raise RequestError(f"{what}: stopped before any of {len(queries):,} requests ended")
         if not any(outcome.succeeded for outcome in outcomes):
             raise RequestError(
                 f"{what}: none of {len(outcomes):,} requests succeeded; the first one: "
@@ -333,10 +340,9 @@ class _Run:
 
     @contextmanager
     def _progress(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """What to call for each request that has ended: a bar at a terminal, lines elsewhere."""
+        """Show a bar on a terminal and lines elsewhere; yields a call for each finished request."""
         if self.console.is_terminal:
-            columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            with Progress(*columns, console=self.console, transient=True) as progress:
+            with progress_bar(MofNCompleteColumn(), console=self.console) as progress:
                 task = progress.add_task(what, total=total)
                 yield partial(progress.advance, task)
             return
@@ -369,42 +375,39 @@ def _refuse_misplaced(
     engine: dict[str, Any],
     saved: dict[str, Path | None],
 ) -> None:
-    """Flags that would do nothing. Raises: ConfigError."""
+    """Refuse flags that would have no effect. Raises: ConfigError."""
     for flag, value in (("--header", header), ("--api-key", api_key)):
         if url is None and value:
-            raise ConfigError(f"{flag} goes with --url")
+            raise ConfigError(f"{flag} needs --url")
     misplaced = sorted(set(engine) - {"seed"})
     if url is not None and misplaced:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)
-        raise ConfigError(f"{flags}: with --url the engine is the server's; give it there")
+        raise ConfigError(f"{flags}: --url measures a server, whose own flags set its engine")
     for flag, path in saved.items():
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{flag} {path}: no such folder")
+        if path is not None:
+            check_folder(flag, path)
 
 
 def _header(text: str) -> tuple[str, str]:
     name, colon, value = text.partition(":")
     if not colon or not name.strip() or "\n" in text or "\r" in text:
-        raise ConfigError(f"--header {text!r} must be a name, a colon and a value")
+        raise ConfigError(f"--header {text!r} must have the form NAME: VALUE")
     return name.strip(), value.strip()
 
 
-# -- calibrate -------------------------------------------------------------------------------------
-
-# ``quire bench --calibrate``: what steps take on this machine, written for ``quire simulate``.
+# -- quire bench --calibrate -----------------------------------------------------------------------
 
 
 def write_calibration(model: str | None, engine: dict[str, Any], path: Path) -> None:
-    """Raises: ConfigError, RequestError."""
-    # A prompt that comes again is to be computed again.
+    """Measure how long steps take, and write it. Raises: ConfigError, RequestError."""
+    # Without a prefix cache a repeated prompt is computed again.
     llm = load_llm(model, {**engine, "enable_prefix_caching": False})
     from torch import get_num_threads
 
     from quire.bench.calibrate import about, calibrate
 
-    columns = (TextColumn("stepping"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with llm, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("")
+    with llm, progress_bar(MofNCompleteColumn()) as progress:
+        task = progress.add_task("running steps")
         found = calibrate(
             llm, report=lambda done, total: progress.update(task, completed=done, total=total)
         )
@@ -422,23 +425,23 @@ def write_calibration(model: str | None, engine: dict[str, Any], path: Path) -> 
 
 def _print(found: Fit, path: Path) -> None:
     console = Console(highlight=False)
-    table = plain_table("What a step takes here", "", "µs", "of")
+    table = plain_table("Time of a step on this machine", "", "µs", "per")
     for name, unit in zip(COEFFICIENTS, _UNITS, strict=True):
         seconds = getattr(found.costs, name)
         table.add_row(name.removesuffix("_s").replace("_", " "), f"{seconds * 1e6:,.4g}", unit)
     console.print(table)
     console.print(
-        f"{found.num_steps:,} steps of {found.num_kinds:,} kinds. A kind's time is off by "
-        f"{found.median_error:.1%} in the median, by {found.p90_error:.1%} at most in nine of ten, "
-        f"all together by {found.total_error:+.1%}. Half of the steps of a kind lay within "
-        f"{found.spread:.1%} of each other: what is off by less than that is the machine.",
+        f"{found.num_steps:,} steps of {found.num_kinds:,} kinds. Error of a kind's time: "
+        f"{found.median_error:.1%} in the median, at most {found.p90_error:.1%} for nine kinds of "
+        f"ten, {found.total_error:+.1%} over all. Half of the steps of a kind lie within "
+        f"{found.spread:.1%} of its median: smaller errors are noise of the machine.",
         soft_wrap=True,
     )
     console.print(f"written to {path}: quire simulate … --calibration {path}", soft_wrap=True)
 
 
 _UNITS = (
-    *("a step", "more for one of over 128 tokens", "a sequence in it", "a token drawn"),
-    *("a chunk of a prompt", "a token, of the first 8", "a token, up to 64", "a token, up to 128"),
-    *("a token, beyond", "an entry read", "a token and an entry"),
+    *("step", "step of over 128 tokens, more", "sequence", "sampled token"),
+    *("chunk of a prompt", "token, of the first 8", "token, up to 64", "token, up to 128"),
+    *("token, beyond", "entry read", "token and entry"),
 )

@@ -1,4 +1,4 @@
-"""``quire chat``: talk to a server of OpenAI's API in the terminal, or to an engine of its own."""
+"""Run ``quire chat``: talk to a server with OpenAI's API, or to an engine of its own."""
 
 import asyncio
 import json
@@ -22,22 +22,19 @@ from rich.markup import escape
 
 from quire.bench.load import first_model, models_of
 from quire.cli.keyboard import unseen
-from quire.cli.options import DEFAULT_URL, ApiKey, Timeout, Url, client
+from quire.cli.options import DEFAULT_URL, ApiKey, Timeout, Url, client, in_panel
 from quire.errors import ConfigError, RequestError
 from quire.http import Http, RefusedByServer
 from quire.units import format_count, format_seconds
 
-# -- conversation ----------------------------------------------------------------------------------
+# -- the conversation ------------------------------------------------------------------------------
 
-# A conversation with a server of OpenAI's API: what was said, and the answer as it comes.
-
-
-_DEFAULT_MAX_TOKENS = 512  # where there is no chat: OpenAI's own default is 16
+_DEFAULT_MAX_TOKENS = 512  # of a completion, for which OpenAI's own default is 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPart:
-    """A piece of an answer."""
+    """A piece of an answer, as it arrives."""
 
     text: str = ""
     reasoning: str = ""
@@ -45,28 +42,28 @@ class AnswerPart:
 
 @dataclass(slots=True, kw_only=True)
 class Figures:
-    """Of one answer. Units: seconds."""
+    """Counts and times of one answer."""
 
     output_tokens: int = 0
-    prompt_tokens: int | None = None  # None: the server does not say
+    prompt_tokens: int | None = None  # None: the server does not report it
     cached_tokens: int = 0
     ttft_s: float = 0.0
     elapsed_s: float = 0.0
-    finish_reason: str | None = None  # None: it was stopped here
+    finish_reason: str | None = None  # None: the user stopped it
 
     @property
     def tokens_per_s(self) -> float | None:
-        """After the first token; None where there was no second."""
+        """Return the rate after the first token; None if there was no second."""
         took_s = self.elapsed_s - self.ttft_s
         return (self.output_tokens - 1) / took_s if self.output_tokens > 1 and took_s > 0 else None
 
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """What has been said, and how more is asked for.
+    """The messages so far, and the requests to the server.
 
-    A server whose model has no chat template is asked for completions from then on: it continues
-    the text of the whole conversation, with nothing around it.
+    If the model has no chat template, later requests are completions, which continue the plain text
+    of the whole conversation.
     """
 
     http: Http
@@ -78,13 +75,14 @@ class Conversation:
     figures: Figures = field(default_factory=Figures)
 
     def reset(self) -> None:
-        """Forget what has been said; the system prompt stays."""
+        """Forget all messages but the system prompt."""
         self.messages.clear()
 
     async def ask(self, text: str) -> AsyncGenerator[AnswerPart, None]:
-        """The answer, piece by piece; what has come of it is kept when it is left early.
+        """Send a message, and yield the answer piece by piece.
 
-        Raises: OSError, ValueError; then nothing of it is kept.
+        If the caller stops early, the conversation keeps the pieces so far. If an error is raised,
+        it keeps neither the message nor the answer. Raises: OSError, ValueError.
         """
         self.messages.append({"role": "user", "content": text})
         answer: list[str] = []
@@ -100,7 +98,7 @@ class Conversation:
             failed = False
         except (OSError, ValueError):
             raise
-        except BaseException:  # stopped here: that is no failure
+        except BaseException:  # the user stopped it, which is no failure
             failed = False
             raise
         finally:
@@ -152,7 +150,7 @@ class Conversation:
                     text = delta.get("content") or delta.get("text") or ""
                     reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
                     if text or reasoning:
-                        self.figures.output_tokens += 1  # until the server says how many
+                        self.figures.output_tokens += 1  # the server's usage replaces this count
                         yield AnswerPart(text=text, reasoning=reasoning)
 
     def _note(self, usage: dict[str, Any]) -> None:
@@ -165,33 +163,30 @@ class Conversation:
 
 
 def _has_no_chat(error: RefusedByServer) -> bool:
-    """Whether who refuses to chat cannot: it has no template, or no such route."""
+    """Return whether the server has no chat template or no chat route."""
     text = error.text.lower()
     if error.status == 400:
         return "chat template" in text or "chat_template" in text
     return error.status in (404, 405, 501) and "model" not in text
 
 
-# -- talk ------------------------------------------------------------------------------------------
-
-# The turns of a chat in a terminal: lines in, answers out, and commands that begin with /.
-
+# -- the terminal ----------------------------------------------------------------------------------
 
 HELP = """\
-/reset          forget what has been said
-/system TEXT    tell the model TEXT beforehand, from now on; without TEXT, show it
+/reset          forget the conversation; the system prompt stays
+/system TEXT    set the system prompt to TEXT; without TEXT, show it
 /save FILE      write the conversation to a file (JSON, as OpenAI's messages)
-/help           this list
-/exit           end; so does Ctrl-D
-A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."""
+/help           show this list
+/exit           end the chat; Ctrl-D does too
+A \\ at the end of a line continues it on the next one. Ctrl-C stops an answer."""
 
-# A model's text could move the cursor, or set a terminal's title and clipboard.
+# Control characters in a model's text could move the cursor, or set the title or the clipboard.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @final
 class Talk:
-    """One conversation at a terminal. Answers go to standard output, all else to ``console``."""
+    """A conversation at a terminal. Answers go to standard output, all else to ``console``."""
 
     def __init__(self, conversation: Conversation, console: Console) -> None:
         self._conversation, self._console = conversation, console
@@ -205,10 +200,10 @@ class Talk:
         }
 
     def run(self, read: Callable[[], str]) -> None:
-        """Until /exit or the end of what is read."""
+        """Answer lines and carry out commands until /exit or the end of the input."""
         self._console.print(
             f"{escape(self._conversation.model)} at {escape(self._conversation.http.url)}; "
-            "/help says what can be said, Ctrl-D ends",
+            "/help lists the commands, Ctrl-D ends the chat",
             style="dim",
         )
         while True:
@@ -218,7 +213,7 @@ class Talk:
                 self._console.print()
                 return
             except KeyboardInterrupt:
-                self._console.print("\nCtrl-D or /exit ends", style="dim")
+                self._console.print("\nCtrl-D or /exit ends the chat", style="dim")
                 continue
             if text.startswith("/"):
                 if not self.command(text):
@@ -227,18 +222,18 @@ class Talk:
                 self.answer(text)
 
     def command(self, text: str) -> bool:
-        """Do what a line with a / says; False if that is to end."""
+        """Carry out a line that begins with a slash. Returns: False if the chat ends."""
         name, _, rest = text.partition(" ")
         if name in self._commands:
             return self._commands[name](rest.strip())
-        self._console.print(f"{escape(name)} is no command: /help lists them", style="yellow")
+        self._console.print(f"{escape(name)} is not a command: /help lists them", style="yellow")
         return True
 
     def answer(self, text: str) -> bool:
-        """Ask, and write the answer as it comes; False if there was none."""
+        """Send a message, and print the answer as it arrives. Returns: False after an error."""
         had_chat = self._conversation.has_chat
         try:
-            with unseen():  # else what is typed meanwhile stands in the midst of the answer
+            with unseen():  # echo would put the keys in the middle of the answer
                 asyncio.run(self._write_answer(text))
         except KeyboardInterrupt:
             sys.stdout.write("\n")
@@ -250,7 +245,7 @@ class Talk:
             return False
         if had_chat and not self._conversation.has_chat:
             self._console.print(
-                "this model has no chat template: it continues the text as it is (/v1/completions)",
+                "this model has no chat template: it continues the plain text (/v1/completions)",
                 style="yellow",
             )
         self._console.print(escape(described(self._conversation.figures)), style="dim")
@@ -269,7 +264,7 @@ class Talk:
 
     def _reset(self, _: str) -> bool:
         self._conversation.reset()
-        self._console.print("forgotten", style="dim")
+        self._console.print("the conversation is empty again", style="dim")
         return True
 
     def _system(self, text: str) -> bool:
@@ -280,7 +275,7 @@ class Talk:
 
     def _save(self, name: str) -> bool:
         if not name:
-            self._console.print("/save needs a file's name", style="yellow")
+            self._console.print("/save needs the name of a file", style="yellow")
             return True
         system = self._conversation.system
         said: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
@@ -300,7 +295,7 @@ class Talk:
 
 
 def described(figures: Figures) -> str:
-    """An answer's figures in a line."""
+    """Return an answer's figures as one line."""
     parts = [f"{format_count(figures.output_tokens)} tokens"]
     if figures.tokens_per_s is not None:
         parts.append(f"{figures.tokens_per_s:.1f} tokens/s")
@@ -317,16 +312,11 @@ def _clean(text: str) -> str:
     return _CONTROLS.sub("", text)
 
 
-# -- own server ------------------------------------------------------------------------------------
+# -- a server of its own ---------------------------------------------------------------------------
 
-# A server for one terminal, in a process of its own, at a Unix socket in a private folder.
-#
-# It ends with this process, however that ends.
-
-
-_LOOK_S = 0.05  # between two looks whether it is up
-_END_S = 10.0  # that it gets to end
-# The pipe at its standard input ends with the process that holds the other end.
+_LOOK_S = 0.05  # between two attempts to connect
+_END_S = 10.0  # time for the server to end
+# The pipe at the server's standard input closes when this process ends, however it ends.
 _SERVE = """
 import os, signal, threading
 
@@ -342,9 +332,12 @@ main()
 
 @contextmanager
 def own_server(model: str | None) -> Iterator[tuple[str, str]]:
-    """Its address and its key, once it answers; what it waits for it says on standard error.
+    """Run a server in a process of its own, on a Unix socket in a private folder.
 
-    Raises: typer.Exit with its exit code, where it ends before: it has said why.
+    Yields its address and its key once it listens. The server prints progress and errors on
+    standard error.
+
+    Raises: typer.Exit with the server's exit code, if it ends before it listens.
     """
     with tempfile.TemporaryDirectory(prefix="quire-chat-") as folder:
         path, key = Path(folder) / "socket", secrets.token_urlsafe()
@@ -356,7 +349,7 @@ def own_server(model: str | None) -> Iterator[tuple[str, str]]:
             [sys.executable, "-c", _SERVE, "serve", *flags, *logs, *([model] if model else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C stops an answer here, and not the server
+            start_new_session=True,  # Ctrl-C stops an answer and not the server
         ) as child:
             try:
                 while not _is_open(path):
@@ -377,11 +370,10 @@ def _is_open(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
-# -- chat ------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
-def _flag(help: str) -> Any:
-    return typer.Option(help=help, rich_help_panel="Sampling (where not given, the server's)")
+_SAMPLING = "Sampling (default: the server's)"
 
 
 def chat(  # noqa: PLR0913 - each is a flag
@@ -389,36 +381,45 @@ def chat(  # noqa: PLR0913 - each is a flag
     model: Annotated[
         str | None,
         typer.Argument(
-            help="What the server calls it; default: its first. Where no server is, a folder or a "
-            "hub name; default: the demo model."
+            help="The server's name of the model; default: its first. Without a server: a folder "
+            "or a hub name; default: the demo model."
         ),
     ] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     timeout: Timeout = 300.0,
-    system: Annotated[str | None, typer.Option(help="What the model is told beforehand.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     prompt: Annotated[
         str | None,
-        typer.Option(help="Ask this, print the answer and end; - reads it from standard input."),
+        typer.Option(help="Send this, print the answer and exit; - reads it from standard input."),
     ] = None,
-    max_tokens: Annotated[int | None, _flag("Tokens of an answer at most.")] = None,
-    temperature: Annotated[float | None, _flag("0 is greedy.")] = None,
-    top_p: Annotated[float | None, _flag("Choose among the likeliest with this weight.")] = None,
-    top_k: Annotated[int | None, _flag("Choose among the k likeliest; not OpenAI's.")] = None,
-    min_p: Annotated[float | None, _flag("Drop what is less likely; not OpenAI's.")] = None,
-    seed: Annotated[int | None, _flag("Makes sampling repeatable.")] = None,
+    max_tokens: Annotated[int | None, in_panel(_SAMPLING, "Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, in_panel(_SAMPLING, "0 is greedy.")] = None,
+    top_p: Annotated[
+        float | None, in_panel(_SAMPLING, "Sample from the likeliest of this total probability.")
+    ] = None,
+    top_k: Annotated[
+        int | None, in_panel(_SAMPLING, "Sample from the k likeliest (not in OpenAI's API).")
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        in_panel(_SAMPLING, "Drop tokens below this share of the likeliest (not in OpenAI's API)."),
+    ] = None,
+    seed: Annotated[int | None, in_panel(_SAMPLING, "Makes sampling repeatable.")] = None,
 ) -> None:
-    """Chat with a model: of a server, quire serve's or any other of OpenAI's API; else in here.
+    """Chat with a model: on any server with OpenAI's API, or in an engine of its own.
 
-    Where no server is at the usual address, or it does not have that model, an engine is started
-    that ends with the chat. Ctrl-C stops an answer, not the program; /help lists what else can be
-    said.
+    If no server listens on the default address, or it does not have the model, an engine is started
+    that ends with the chat. Ctrl-C stops an answer, not the program; /help lists the commands of
+    the chat.
 
     \b
     quire chat
     quire chat Qwen/Qwen3-0.6B
     quire chat big --url https://llm.example.org --system "Answer in French."
-    git diff | quire chat --prompt - --system "Write a commit message." > message.txt
+    git diff | quire chat --prompt - --system "Write a commit message."
+
+    Raises: ConfigError, RequestError.
     """
     sampling = {
         "max_tokens": max_tokens,
@@ -434,7 +435,7 @@ def chat(  # noqa: PLR0913 - each is a flag
     if prompt is not None or not sys.stdin.isatty():
         question = sys.stdin.read() if prompt in (None, "-") else prompt
         if not question or not question.strip():
-            raise ConfigError("--prompt is empty: there is nothing to ask")
+            raise ConfigError("--prompt is empty: give it a text")
     with ExitStack() as stack:
         if found is None:
             where = stack.enter_context(own_server(model))
@@ -454,9 +455,9 @@ def chat(  # noqa: PLR0913 - each is a flag
 
 
 def _model_of(http: Http, url: str, model: str | None, console: Console) -> str | None:
-    """What the server calls the model; None, with a word why, where one is to be started for it.
+    """Return the server's name of the model; None, after a line that says why, to start an engine.
 
-    Raises: ConfigError for a server that was named and does not answer.
+    Raises: ConfigError if a server that --url names does not answer.
     """
     if url != DEFAULT_URL:
         return model or asyncio.run(first_model(http))
@@ -465,19 +466,19 @@ def _model_of(http: Http, url: str, model: str | None, console: Console) -> str 
     except ConfigError as error:
         if not isinstance(error.__cause__, OSError):
             raise
-        console.print(f"no server is at {url}: an engine is started for this chat", style="dim")
+        console.print(f"no server at {url}: starting an engine for this chat", style="dim")
         return None
     if model is None or model in names:
         return model or names[0]
     console.print(
-        escape(f"the server at {url} has {names[0]}: an engine is started for {model}"), style="dim"
+        escape(f"the server at {url} has {names[0]}: starting an engine for {model}"), style="dim"
     )
     return None
 
 
 def _read_line() -> str:
-    """A line, with the keys that a terminal's user expects; one that ends with \\ goes on."""
-    import readline  # noqa: F401 - lines can be edited and fetched again from then on
+    """Read a line with readline's keys; a \\ at its end continues it on the next line."""
+    import readline  # noqa: F401 - gives input() editing and a history
 
     lines = [input("\001\033[1m\002> \001\033[0m\002")]
     while lines[-1].endswith("\\"):

@@ -1,4 +1,4 @@
-"""``quire compare``: the same prompts under all four strategies, as a table and a picture."""
+"""Run ``quire compare``: the same prompts under all four strategies, and their memory."""
 
 import json
 import sys
@@ -9,16 +9,17 @@ import typer
 from rich.console import Console
 
 from quire.cli.options import (
+    AsJson,
     MaxTokens,
     Model,
     Temperature,
+    check_folder,
     engine_of,
     load_model,
     plain_table,
     with_engine_options,
 )
 from quire.config import EngineConfig
-from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
 
 
@@ -26,16 +27,14 @@ from quire.sampling_params import SamplingParams
 def compare(
     *,
     model: Model = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt; may be given more than once.")
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given again.")] = None,
     max_tokens: MaxTokens = 240,
     temperature: Temperature = 0.0,
-    output: Annotated[Path, typer.Option(help="Where the picture goes (SVG).")] = Path("quire.svg"),
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead.")] = False,
+    output: Annotated[Path, typer.Option(help="File for the picture (SVG).")] = Path("quire.svg"),
+    as_json: AsJson = False,
     engine: dict[str, Any],
 ) -> None:
-    """Run the same prompts under all four strategies: a table and a picture of their memory.
+    """Run the same prompts under all four strategies, and draw their memory.
 
     \b
     quire compare
@@ -45,8 +44,7 @@ def compare(
     from quire.compare import compare as run_all
 
     config = EngineConfig.from_options(**engine)
-    if not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: no such folder")
+    check_folder("--output", output)
     prompts = prompt or list(PROMPTS)
     console = Console(stderr=True)
     loaded = load_model(model, config, console)
@@ -100,21 +98,24 @@ def _print_comparison(
 
 
 def said_of_texts(num_same: int, num_prompts: int, *, is_exact: bool) -> str:
-    """Strategies admit different numbers of sequences, and 16 bits round by the size of a batch."""
+    """Say for how many prompts all strategies generate the same text, and why not for all.
+
+    Strategies run batches of different sizes, and products in 16 bits round differently for each.
+    """
     if num_same == num_prompts:
         return "yes"
     some = f"for {num_same} of {num_prompts} prompts"
     if is_exact:
         return f"NO, only {some}"
     return (
-        f"{some}; the strategies' batches have different sizes, which this processor rounds "
-        f"differently in 16 bits, so that a near tie can part two texts (to compare exactly: "
-        f"--dtype float32)"
+        f"{some}; the strategies run batches of different sizes, which round differently in 16 "
+        f"bits, so a near tie between two tokens can change the text (--dtype float32 compares "
+        f"exactly)"
     )
 
 
 def _common_unit(num_bytes: int) -> tuple[str, int]:
-    """The unit in which a table's sizes are easiest to compare."""
+    """Choose one unit for all sizes of a table."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return unit, size

@@ -1,7 +1,7 @@
-"""A YAML file of options, ``--config`` as of vLLM: long names, and what they are set to.
+"""Read a YAML file of options, as vLLM's ``--config`` names one: long option names and values.
 
-Only a mapping of names to texts, or to lists of texts, is read, event by event: tags, aliases and
-whatever is nested are refused, so that a hostile file costs no more than its length.
+The file is one mapping of names to scalars or to lists of scalars. It is parsed event by event, and
+tags, aliases and nesting are refused, so that a hostile file costs no more than its length.
 """
 
 from collections.abc import Iterator
@@ -15,41 +15,43 @@ _MOST_BYTES = 64 * 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One option of a file."""
+    """An option that a file sets."""
 
     key: str
     value: str | list[str]
-    place: str  # the file and the line, for errors
+    place: str  # file and line, for error messages
 
     @property
     def flag(self) -> str:
+        """Return the option as a flag of the command line."""
         return "--" + self.key.lstrip("-").replace("_", "-")
 
     def wrong(self, message: str) -> ConfigError:
+        """Return an error that says where the file sets this option."""
         return ConfigError(f"{self.place}: {self.key}: {message}")
 
 
 def read_entries(path: str) -> list[Entry]:
-    """Every option of a file, once. Raises: ConfigError naming the file, and the line."""
+    """Read all options of a file. Raises: ConfigError, with the file and the line."""
     try:
         with Path(path).expanduser().open("rb") as file:
             raw = file.read(_MOST_BYTES + 1)
         text = raw.decode()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"--config {path} cannot be read: {reason or error}") from error
     if len(raw) > _MOST_BYTES:
         raise ConfigError(f"--config {path} is longer than {_MOST_BYTES:,} bytes")
     found: dict[str, Entry] = {}
     for entry in _entries(path, text):
         if entry.flag in found:
-            raise entry.wrong(f"it is there already: {found[entry.flag].place}")
+            raise entry.wrong(f"it is set twice; the first time at {found[entry.flag].place}")
         found[entry.flag] = entry
     return list(found.values())
 
 
 def _entries(path: str, text: str) -> Iterator[Entry]:
-    """As they come, and each as soon as it ends. Raises: ConfigError."""
+    """Yield each option as soon as it is complete. Raises: ConfigError."""
     import yaml
 
     frame = (
@@ -63,11 +65,11 @@ def _entries(path: str, text: str) -> Iterator[Entry]:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             place = f"{path}, line {event.start_mark.line + 1}"
             if getattr(event, "tag", None) is not None:
-                raise ConfigError(f"{place}: {event.tag[:80]!r}: tags mean nothing here")
+                raise ConfigError(f"{place}: {event.tag[:80]!r}: tags are not allowed here")
             if isinstance(event, yaml.MappingStartEvent) and not opened:
                 opened = 1
             elif isinstance(event, yaml.MappingEndEvent):
-                opened = 2  # nothing may follow
+                opened = 2  # anything that follows is an error
             elif isinstance(event, yaml.SequenceStartEvent) and key is not None and items is None:
                 items = []
             elif isinstance(event, yaml.SequenceEndEvent) and key is not None:
@@ -83,10 +85,10 @@ def _entries(path: str, text: str) -> Iterator[Entry]:
                     key = None
             elif not isinstance(event, frame):
                 raise ConfigError(
-                    f"{place}: {f'{key}: ' if key else ''}only names of options stand here, each "
-                    "with a text, a number, or a list of these; JSON goes in quotes"
+                    f"{place}: {f'{key}: ' if key else ''}only names of options are allowed here, "
+                    "each with a text, a number or a list of these; put JSON in quotes"
                 )
     except yaml.YAMLError as error:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         where = place if mark is None else f"{path}, line {mark.line + 1}"
-        raise ConfigError(f"{where} is no YAML: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{where} is not YAML: {str(error).splitlines()[0]}") from error

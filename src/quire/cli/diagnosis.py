@@ -1,4 +1,4 @@
-"""What ``quire doctor`` finds: a model's needs, this machine and its GPUs, every rule's ledger."""
+"""Find what ``quire doctor`` reports: a model's needs, this machine, and each rule's ledger."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,38 +13,38 @@ from quire.memory.machine import DeviceMemory, Machine, cuda_devices, read_machi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """A GPU that this process sees."""
+    """A GPU that is visible to this process."""
 
-    memory: DeviceMemory | None  # None: it does not say
-    why_not: str | None  # KV memory cannot lie there
-    rules: tuple[Ledger, ...] = ()  # each rule's, were the model there
+    memory: DeviceMemory | None  # None: the driver does not report it
+    why_not: str | None  # the reason why it cannot hold KV memory
+    rules: tuple[Ledger, ...] = ()  # of each budget rule, for the model on this GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What doctor found."""
+    """A model, a machine, and the budget that each rule gives the one on the other."""
 
     name: str  # of the model
     needs: Needs
-    sequence_bytes: int  # of KV, at the longest
+    sequence_bytes: int  # of KV, for a sequence of the full context
     machine: Machine
-    device_index: int | None  # of the GPU that an engine would take; None: the CPU
+    device_index: int | None  # of the GPU that an engine would use; None: the CPU
     accelerators: tuple[Accelerator, ...]
-    ledger: Ledger  # of the options
-    rules: tuple[Ledger, ...]  # each rule's, with the same options otherwise
-    mechanisms: tuple[tuple[str, str | None], ...]  # what it is for, why not (None: it works)
+    ledger: Ledger  # of the rule that the options name
+    rules: tuple[Ledger, ...]  # of each rule, with all other options the same
+    mechanisms: tuple[tuple[str, str | None], ...]  # what the system can do; why it cannot, or None
 
     def num_tokens(self, ledger: Ledger) -> int:
-        """Tokens that a ledger's bytes hold, while nothing is forgotten."""
+        """Return how many tokens a ledger's bytes hold while no window has passed any."""
         return max(0, ledger.kv_bytes) // max(1, self.needs.bytes_per_token)
 
     def num_sequences(self, ledger: Ledger) -> float:
-        """Sequences at their longest."""
+        """Return how many sequences of the full context a ledger's bytes hold."""
         return max(0, ledger.kv_bytes) / max(1, self.sequence_bytes)
 
 
 def diagnose(model: str | None, config: EngineConfig) -> Diagnosis:
-    """Look at the model and at this machine. Raises: ConfigError, ModelNotLoadable."""
+    """Inspect a model and this machine. Raises: ConfigError, ModelNotLoadable."""
     from quire.devices import choose_device
     from quire.engine.kv_sizing import kv_needs, ledger_for, stored_spec
     from quire.memory.by_device import machine_for, memory_for
@@ -92,7 +92,7 @@ def _accelerator(
 
 
 def _mechanisms(host: HostMemory) -> tuple[tuple[str, str | None], ...]:
-    populate = "this kernel has no MADV_POPULATE_WRITE: pages are committed by writing to them"
+    populate = "this kernel has no MADV_POPULATE_WRITE, so pages are committed by writing to them"
     return (
         ("pages committed in one call", populate if host.portable else None),
         ("pages shared between sequences (virtual)", host.cannot_share),

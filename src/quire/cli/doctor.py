@@ -1,17 +1,16 @@
-"""``quire doctor``: this machine's memory, the budget in it line by line, and the other rules'.
+"""Run ``quire doctor``: show this machine's memory and the KV budget that each rule gives in it.
 
-No weights are loaded: shapes come from config.json.
+No weights are loaded; shapes come from config.json.
 """
 
 import json
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from quire.cli.diagnosis import Diagnosis, diagnose
-from quire.cli.options import Model, with_engine_options
+from quire.cli.options import AsJson, Model, with_engine_options
 from quire.cli.report import print_report
 from quire.config import EngineConfig
 from quire.memory.budget import Ledger
@@ -21,10 +20,10 @@ from quire.memory.budget import Ledger
 def doctor(
     *,
     model: Model = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead.")] = False,
+    as_json: AsJson = False,
     engine: dict[str, Any],
 ) -> None:
-    """Say what this machine has, what the KV cache may take of it, and why.
+    """Show this machine's memory, how much of it the KV cache may take, and why.
 
     \b
     quire doctor

@@ -1,4 +1,4 @@
-"""``quire generate``: continue a text, and say what its KV cache took."""
+"""Run ``quire generate``: continue a text, and show how much memory its KV cache took."""
 
 import json
 import sys
@@ -9,17 +9,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from quire.cli.options import MaxTokens, Temperature, load_llm, plain_table, with_engine_options
+from quire.cli.options import (
+    MODEL_HELP,
+    AsJson,
+    MaxTokens,
+    Temperature,
+    load_llm,
+    plain_table,
+    with_engine_options,
+)
 from quire.kv import Usage
 from quire.sampling_params import SamplingParams
 from quire.units import format_bytes, format_seconds
 
 DEFAULT_PROMPT = 'def read_lines(path):\n    """Return the lines of a file as a list."""\n'
-
-TopK = Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 is off.")]
-TopP = Annotated[float, typer.Option(help="Choose among the likeliest with this weight together.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the text.")]
 
 _MEANING = MappingProxyType(
     {
@@ -39,21 +42,26 @@ def generate(  # noqa: PLR0913 - each is a flag
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; - reads it from standard input.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="A local folder or a Hugging Face hub name. Default: the demo model."),
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     max_tokens: MaxTokens = 120,
     temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text.")] = None,
-    ignore_eos: IgnoreEos = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead.")] = False,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 is off.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens of this total probability.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")
+    ] = 0.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be given again.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue past the end-of-text token.")
+    ] = False,
+    as_json: AsJson = False,
     engine: dict[str, Any],
 ) -> None:
-    """Continue a text, and say what its KV cache took.
+    """Continue a text, and show how much memory its KV cache took.
 
     \b
     quire generate "def quicksort(items):"

@@ -1,4 +1,4 @@
-"""``quire hit-rates``: how much of a trace's prompts a prefix cache would find."""
+"""Run ``quire hit-rates``: compute the hit rates of prefix caches on a trace."""
 
 import json
 from collections.abc import Sequence
@@ -6,19 +6,12 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskProgressColumn, TimeRemainingColumn
 from rich.table import Table
 
+from quire.cli.options import AsJson, plain_table, progress_bar
 from quire.errors import ConfigError
 from quire.planner.hit_rates import (
     OWN_POLICIES,
@@ -38,52 +31,50 @@ def hit_rates(  # noqa: PLR0913 - each is a flag
         str,
         typer.Argument(
             metavar="TRACE",
-            help="A file, folder or web address of traffic that says which prompts begin alike: "
-            "Mooncake's, Bailian's, kv-cache-tester's or Quire's own.",
+            help="A file, folder or web address of a trace with hash ids: Mooncake's, Bailian's, "
+            "kv-cache-tester's or Quire's own.",
         ),
     ],
     *,
     cache_tokens: Annotated[
         str | None,
         typer.Option(
-            help="Sizes of the cache, as 1M,4M,16M. Default: round ones, up to where nothing is "
-            "evicted."
+            help="Cache sizes in tokens, e.g. 1M,4M,16M. Default: round sizes up to one that "
+            "evicts nothing."
         ),
     ] = None,
     policies: Annotated[
         str | None,
-        typer.Option(
-            help=f"Of {', '.join(OWN_POLICIES)}, and of other packages' eviction policies. "
-            "Default: all but those."
-        ),
+        typer.Option(help=f"Eviction policies, of {', '.join(policy_names())}. Default: all."),
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="Tokens of a block. Default: what an id of the trace covers.")
+        int | None,
+        typer.Option(help="Tokens per block. Default: the tokens of a hash id of the trace."),
     ] = None,
     whole_blocks: Annotated[
-        bool, typer.Option("--whole-blocks", help="A block that is not full is not found either.")
+        bool, typer.Option("--whole-blocks", help="Cache only full blocks, as an engine does.")
     ] = False,
     warmup_fraction: Annotated[
-        float, typer.Option(help="Of the requests, which fill the cache and are not counted.")
+        float, typer.Option(help="Share of requests that fill the cache and are not counted.")
     ] = 0.0,
     trace_format: Annotated[
         str | None,
-        typer.Option(help=f"Where its beginning does not say: {', '.join(form_names())}."),
+        typer.Option(help=f"Format of the trace: {', '.join(form_names())}. Default: by content."),
     ] = None,
-    max_skipped: Annotated[
-        int, typer.Option(help="Rows that may be no requests; what is skipped is counted.")
-    ] = 0,
+    max_skipped: Annotated[int, typer.Option(help="Invalid rows to skip before giving up.")] = 0,
     session_interval_s: Annotated[
-        float, typer.Option(help="Between the beginnings of kv-cache-tester's conversations.")
+        float, typer.Option(help="Mean seconds between starts of kv-cache-tester's conversations.")
     ] = 60.0,
-    seed: Annotated[int, typer.Option(help="Of what a trace leaves to be drawn.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed for times that a trace does not have.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
-    """Say how much of a trace's prompts a prefix cache would find, by size and by policy.
+    """Compute the hit rate of a prefix cache on a trace, by cache size and policy.
 
     \b
-    quire hit-rates mooncake_conversation.jsonl
-    quire hit-rates mooncake_conversation.jsonl --cache-tokens 1M,4M --policies lru,optimum
+    quire hit-rates mooncake.jsonl
+    quire hit-rates mooncake.jsonl --cache-tokens 1M,4M --policies lru,optimum
+
+    Raises: ConfigError.
     """
     console = Console(stderr=True)
     chosen = _policies(policies)
@@ -92,10 +83,7 @@ def hit_rates(  # noqa: PLR0913 - each is a flag
     if max_skipped < 0:
         raise ConfigError(f"--max-skipped {max_skipped} must be at least 0")
     sizes = cache_tokens and [parse_count(size) for size in cache_tokens.split(",")]
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True
-    ) as progress:
+    with progress_bar(TaskProgressColumn(), TimeRemainingColumn(), console=console) as progress:
         found, prompts = _read(
             trace,
             progress,
@@ -130,7 +118,7 @@ def hit_rates(  # noqa: PLR0913 - each is a flag
 
 
 def as_dict(rates: HitRates, trace: Trace) -> dict[str, Any]:
-    """All of it, for other programs."""
+    """Return the result as a JSON object."""
     return {
         "trace": str(trace.source),
         "trace_format": trace.form,
@@ -180,18 +168,13 @@ def _teller(progress: Progress) -> Any:
 
 
 def _table(rates: HitRates, trace: Trace) -> Table:
-    table = Table(
-        title=f"Found in a prefix cache, percent of {format_count(rates.prompt_tokens)} prompt "
-        f"tokens ({escape(trace.form)}, blocks of {rates.block_tokens})",
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
+    title = (
+        f"Hit rate of a prefix cache, percent of {format_count(rates.prompt_tokens)} prompt "
+        f"tokens ({escape(trace.form)}, blocks of {rates.block_tokens})"
     )
-    table.add_column("evicted first by")
     several = next(iter(rates.by_policy.values()))
-    for each in several:
-        table.add_column(_tokens(each.cache_tokens), justify="right", no_wrap=True)
-    table.add_column("without end", justify="right")
+    sizes = (_tokens(each.cache_tokens) for each in several)
+    table = plain_table(title, "policy", *sizes, "infinite")
     without_end = f"{100 * rates.infinite.hit_fraction:.1f}"
     for policy, found in rates.by_policy.items():
         cells = [f"{100 * each.hit_fraction:.1f}" for each in found]
@@ -201,20 +184,13 @@ def _table(rates: HitRates, trace: Trace) -> Table:
 
 def _reasons(rates: HitRates) -> Table:
     policy, found = next(iter(rates.by_policy.items()))
-    table = Table(
-        title=f"… and why the rest was not, under {policy}",
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-    )
-    table.add_column("percent of prompt tokens")
-    for each in found:
-        table.add_column(_tokens(each.cache_tokens), justify="right", no_wrap=True)
+    sizes = (_tokens(each.cache_tokens) for each in found)
+    table = plain_table(f"Hits and misses under {policy}", "percent of prompt tokens", *sizes)
     for name, parts in (
-        ("found", [each.hit_tokens for each in found]),
-        ("asked for the first time", [each.cold_tokens for each in found]),
+        ("hit", [each.hit_tokens for each in found]),
+        ("seen for the first time", [each.cold_tokens for each in found]),
         ("evicted before", [each.evicted_tokens for each in found]),
-        ("filled no block", [each.partial_tokens for each in found]),
+        ("in no full block", [each.partial_tokens for each in found]),
     ):
         table.add_row(name, *(f"{100 * part / rates.prompt_tokens:.1f}" for part in parts))
     return table
@@ -228,8 +204,8 @@ def _notes(rates: HitRates) -> Sequence[str]:
     ]
     if least < rates.longest_tokens:
         notes.append(
-            f"The longest prompt has {format_count(rates.longest_tokens)} tokens in blocks: "
-            f"smaller caches refuse some, and these count as not found."
+            f"The longest prompt has {format_count(rates.longest_tokens)} tokens in blocks: a "
+            f"smaller cache refuses such prompts, and their tokens count as misses."
         )
     return notes
 

@@ -1,4 +1,4 @@
-"""What is typed at a terminal while something else is shown there, and the terminal as it was."""
+"""Turn off a terminal's echo while the program writes to it, and restore the terminal after."""
 
 import signal
 import sys
@@ -13,11 +13,11 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def unseen(*, key_by_key: bool = False) -> Iterator[int | None]:
-    """While it lasts what is typed is not shown; ``key_by_key`` it can be read without Return.
+    """Turn echo off inside the ``with`` block; with ``key_by_key`` keys are readable at once.
 
-    Gives standard input's descriptor; None where that is no terminal, and nothing is changed.
-    Ctrl-C and Ctrl-Z stay what they are. The terminal is put back also when a signal ends the
-    process. In the main thread only.
+    Yields the descriptor of standard input, or None if that is not a terminal. Ctrl-C and Ctrl-Z
+    keep their meaning. SIGTERM and SIGHUP restore the terminal too, so only the main thread may
+    call this.
     """
     if not sys.stdin.isatty():
         yield None
@@ -37,5 +37,5 @@ def unseen(*, key_by_key: bool = False) -> Iterator[int | None]:
 
 
 def _end(number: int, _: FrameType | None) -> NoReturn:
-    """As the signal would have, but by way of what is to be put back."""
+    """End the process as the signal would, but run the ``finally`` blocks first."""
     raise SystemExit(128 + number)

@@ -1,6 +1,6 @@
-"""What the commands share: flags, loading a model, the look of a table.
+"""Provide what several commands share: flags, loading a model, tables and progress bars.
 
-Flags of the engine are made from ``EngineConfig``, so that an option is described once.
+Flags of the engine and the server are made from their configs, which describe each option once.
 """
 
 import atexit
@@ -11,36 +11,47 @@ from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
 from importlib import import_module
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from typer.core import TyperCommand
 
 from quire.config import ADVANCED, EngineConfig
 from quire.config.keys import key_for
 from quire.engine.kv_sizing import longest_tokens
+from quire.errors import ConfigError
 from quire.http import Http
 from quire.spec.model_files import find_spec
 
-# -- options ---------------------------------------------------------------------------------------
+# -- flags -----------------------------------------------------------------------------------------
 
-
-Model = Annotated[
-    str | None,
-    typer.Argument(help="A local folder or a Hugging Face hub name. Default: the demo model."),
+MODEL_HELP = "A local folder or a Hugging Face hub name. Default: the demo model."
+Model: TypeAlias = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
+MaxTokens: TypeAlias = Annotated[int, typer.Option(help="Most tokens to generate.")]
+Temperature: TypeAlias = Annotated[
+    float, typer.Option(help="0 is greedy: always take the most likely token.")
 ]
-MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy: the likeliest token each time.")]
+AsJson: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object instead of tables.")
+]
+
+
+def in_panel(panel: str, help: str, *names: str) -> Any:
+    """Make a flag that the help lists under the heading ``panel``."""
+    return typer.Option(*names, help=help, rich_help_panel=panel)
 
 
 class ModelCommand(TyperCommand):
-    """A command whose one argument is a model, which may be named by ``--model`` too."""
+    """A command whose one argument is a model, which ``--model`` may name too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read ``--model NAME`` as the argument ``NAME``."""
         words = list(args)
         for place, word in enumerate(args):
             if word == "--":
@@ -56,15 +67,16 @@ class ModelCommand(TyperCommand):
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command a flag for each field of ``EngineConfig``, as ``with_options``."""
+    """Give a command a flag for each field of ``EngineConfig``, as ``with_options`` does."""
     return with_options(engine=EngineConfig)(command)
 
 
 def with_options(**configs: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command a flag for each field of these configs, in panels of their own.
+    """Give a command a flag for each field of these configs, in one help panel per config.
 
-    It receives those that were given as ``engine``, ``server``, …; what was not, the environment
-    may say. If it wants the ``context``, it gets that too. A flag that it has itself is its own.
+    The command receives a dictionary per config (``engine``, ``server``) with the flags that the
+    command line has; a config takes the others from the environment. A command with a parameter
+    ``context`` receives typer's context. A parameter of the command replaces a flag of its name.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -109,7 +121,7 @@ def with_options(**configs: type) -> Callable[[Callable[..., None]], Callable[..
 
 
 def _flag(option: Any, taken: Collection[str], *, panel: str) -> inspect.Parameter:
-    """What typer makes a flag of; a short name that is ``taken`` stays the command's own."""
+    """Make the parameter from which typer makes a flag, without a short name in ``taken``."""
     short = [name for name in option.metadata.get("short", ()) if name.lstrip("-") not in taken]
     kind = option.metadata.get("flag_type", option.type)
     default = None if option.default in (MISSING, ()) else option.default
@@ -133,11 +145,23 @@ def _was_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+def check_folder(flag: str, path: Path) -> None:
+    """Check that the folder of an output file exists. Raises: ConfigError."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: no such folder")
+
+
+# -- a model and its engine ------------------------------------------------------------------------
+
+
 def load_model(model: str | None, config: EngineConfig, console: Console) -> Any:
-    """A model, its tokenizer and its spec; what its config.json rules out is said before."""
+    """Load a model, its tokenizer and its spec, after a check of its config.json.
+
+    Raises: ConfigError, ModelNotLoadable, UnsupportedModel.
+    """
     import_engine_for(model, config)
     console.print(f"loading {model or 'the demo model'} …", highlight=False)
-    # Transformers draws its own bars for what takes long: files from the hub, and many weights.
+    # Transformers shows its own progress bars for downloads and for large files of weights.
     if (num_ranks := config.tensor_parallel_size) > 1:
         from quire.engine.parallel.model_part import load_parts, refuse_options
 
@@ -161,11 +185,11 @@ def load_model(model: str | None, config: EngineConfig, console: Console) -> Any
 
 
 def import_engine_for(model: str | None, config: EngineConfig) -> None:
-    """Import what an engine is made of, once the model's config.json has been found to allow it.
+    """Check the model's config.json, and then import the modules of the engine.
 
-    All of that stays, so garbage is not looked for in it, now or later: that took a sixth of a
-    server's start. At the end of the process it is thawed, or C++ bindings take their own modules
-    for leaks. Raises: ConfigError, ModelNotLoadable.
+    These modules live as long as the process, so the garbage collector is told to skip them: it
+    took a sixth of a server's start. At exit they are unfrozen, because C++ bindings would report
+    their own modules as leaks. Raises: ConfigError, ModelNotLoadable.
     """
     longest_tokens(config, *find_spec(model))
     if "torch" in sys.modules:
@@ -180,12 +204,15 @@ def import_engine_for(model: str | None, config: EngineConfig) -> None:
 
 
 def engine_of(loaded_options: dict[str, Any]) -> dict[str, Any]:
-    """The options of an engine around a model that ``load_model`` has loaded as they say."""
+    """Return the options for an engine whose model ``load_model`` has loaded with them."""
     return {**loaded_options, "quantization": None, "device": "auto"}
 
 
 def load_llm(model: str | None, engine: dict[str, Any]) -> Any:
-    """The engine's model and cache; says on standard error what it waits for."""
+    """Load a model, and make an engine with its cache; progress goes to standard error.
+
+    Raises: ConfigError, ModelNotLoadable, UnsupportedModel.
+    """
     console = Console(stderr=True)
     loaded = load_model(model, EngineConfig.from_options(**engine), console)
     with console.status("preparing the cache …"):
@@ -194,8 +221,11 @@ def load_llm(model: str | None, engine: dict[str, Any]) -> Any:
         return LLM(loaded, **engine_of(engine))
 
 
+# -- tables and progress ---------------------------------------------------------------------------
+
+
 def plain_table(title: str, first: str, *columns: str) -> Table:
-    """A table without a frame; all columns but the first are numbers."""
+    """Make a table without a frame, in which all columns but the first hold numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.add_column(first)
     for column in columns:
@@ -203,36 +233,46 @@ def plain_table(title: str, first: str, *columns: str) -> Table:
     return table
 
 
-# -- client ----------------------------------------------------------------------------------------
+def facts_table() -> Table:
+    """Make a table of names and values, without a head."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
 
-# What commands that ask a server share: where it is, its key, and how long it may say nothing.
 
+def progress_bar(*columns: ProgressColumn, console: Console | None = None) -> Progress:
+    """Make a bar that disappears at its end: a description, the bar, ``columns``, and the time."""
+    return Progress(
+        *(TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn()),
+        console=console or Console(stderr=True),
+        transient=True,
+    )
+
+
+# -- client of a server ----------------------------------------------------------------------------
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 Url: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        envvar="QUIRE_URL",
-        help="Any server of OpenAI's API; quire serve is there by default.",
-    ),
+    str, typer.Option(envvar="QUIRE_URL", help="Address of a server with OpenAI's API.")
 ]
 ApiKey: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="If the server wants one; @FILE reads it. Default: QUIRE_API_KEY for a server on this "
-        "machine or at QUIRE_URL, OPENAI_API_KEY for that of OPENAI_BASE_URL."
+        help="The server's API key; @FILE reads it from a file. Default: QUIRE_API_KEY for a "
+        "server on this machine or at QUIRE_URL, OPENAI_API_KEY for one at OPENAI_BASE_URL."
     ),
 ]
 Timeout: TypeAlias = Annotated[
-    float, typer.Option(min=1, help="Seconds that the server may say nothing.")
+    float, typer.Option(min=1, help="Seconds without a byte from the server before giving up.")
 ]
 
 
 def client(
     url: str, api_key: str | None, timeout_s: float, headers: dict[str, str] | None = None
 ) -> Http:
-    """Raises: ConfigError for what is no address, or no key."""
+    """Make a client of a server. Raises: ConfigError for an invalid address or key."""
     http = Http(url, headers, timeout_s=timeout_s)
     key = key_for(url, api_key)
     if key is not None:

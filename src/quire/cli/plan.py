@@ -1,7 +1,6 @@
-"""``quire plan``: what a model will cost, in bytes and sequences, before anything is bought.
+"""Run ``quire plan``: compute what a model needs, in bytes and sequences, on any machine.
 
-No weights are loaded, and no torch is imported unless the plan is to be validated, or this machine
-has a GPU that has to be asked.
+No weights are loaded. Torch is imported only for --validate, or to query a GPU of this machine.
 """
 
 import json
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from quire.cli.options import load_model, with_engine_options
+from quire.cli.options import AsJson, load_model, with_engine_options
 from quire.cli.plan_report import as_dict, print_plan, print_table_of_models
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -38,54 +37,54 @@ def plan(  # noqa: PLR0913 - flags
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A folder or config.json, a name of the bundled table (any case, with or without "
-            "its organisation), or a hub name. Default: the demo model.",
+            help="A folder, a config.json, a name of the bundled table (--list; any case, with or "
+            "without its organisation), or a hub name. Default: the demo model.",
             show_default=False,
         ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Of a machine to come, e.g. 80GB; nothing of it is used.")
+        str | None, typer.Option(help="Plan for a machine with this much free memory, e.g. 80GB.")
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="Of this machine, as the engine has it: auto, cpu, cuda, cuda:1 (default: "
-            f"auto); or another by name: {', '.join(DEVICES)}."
+            help="A device of this machine: auto (default), cpu, cuda, cuda:1; or another by name: "
+            f"{', '.join(DEVICES)}."
         ),
     ] = None,
     tp: Annotated[
         int,
         typer.Option(
-            help="Devices that share the heads (tensor parallelism), as vLLM divides them; a plan "
-            "is one's. --tensor-parallel-size: as this engine does."
+            help="Devices that share the heads as vLLM divides them; the plan shows one of them. "
+            "--tensor-parallel-size divides them as this engine does."
         ),
     ] = 1,
     input_len: Annotated[
-        int | None, typer.Option(help="Tokens of a typical prompt. Default: 1024 at most.")
+        int | None, typer.Option(help="Tokens of a typical prompt. Default: up to 1024.")
     ] = None,
     output_len: Annotated[
-        int | None, typer.Option(help="Tokens of a typical answer. Default: 256 at most.")
+        int | None, typer.Option(help="Tokens of a typical answer. Default: up to 256.")
     ] = None,
     fit: Annotated[
         Literal["length", "sequences"] | None,
         typer.Option(
-            help="Find the longest context (for as many sequences as --max-num-seqs says, else "
-            "one), or the most typical sequences at once."
+            help="Find the longest context for --max-num-seqs sequences (one if not given), or the "
+            "most typical sequences at once."
         ),
     ] = None,
     list_models: Annotated[
-        bool, typer.Option("--list", help="Show the bundled table, and where it was read.")
+        bool, typer.Option("--list", help="Show the bundled table of models and its sources.")
     ] = False,
     validate: Annotated[
         bool,
         typer.Option(
-            "--validate", help="Run the engine too, under each strategy, and compare bytes."
+            "--validate", help="Also run the engine under each strategy, and compare the bytes."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead.")] = False,
+    as_json: AsJson = False,
     engine: dict[str, Any],
 ) -> None:
-    """Say what fits: bytes per token, the budget, and sequences per strategy and rule.
+    """Plan what fits: bytes per token, the budget, and sequences per strategy and rule.
 
     \b
     quire plan
@@ -93,6 +92,8 @@ def plan(  # noqa: PLR0913 - flags
     quire plan Qwen3-32B --device l40s --tp 4 --fit length
     quire plan ./my-model --memory 64GB --input-len 4000 --output-len 500
     quire plan --validate
+
+    Raises: ConfigError, ModelNotLoadable, MemoryUnavailable.
     """
     if list_models:
         print_table_of_models(published_models(), as_json=as_json)
@@ -110,8 +111,8 @@ def plan(  # noqa: PLR0913 - flags
     if validate:
         if place.here != "cpu" or tp > 1:
             raise ConfigError(
-                "validate runs the engine on this machine's CPU: leave out --memory, --device and "
-                "--tp"
+                "--validate runs the engine on this machine's CPU: leave out --memory, --device "
+                "and --tp"
             )
         _validate(model, subject, config, place, request)
         return
@@ -127,24 +128,24 @@ def plan(  # noqa: PLR0913 - flags
 
 
 def num_ranks_of(tp: int, config: EngineConfig) -> int:
-    """The same by two names: a planner's, and the engine's. Raises: ConfigError if they differ."""
+    """Return the ranks that --tp or --tensor-parallel-size asks for. Raises: ConfigError."""
     own = config.tensor_parallel_size
     if 1 not in (tp, own) and tp != own:
-        raise ConfigError(f"--tp {tp} and --tensor-parallel-size {own} are one option: give one")
+        raise ConfigError(f"--tp {tp} and --tensor-parallel-size {own} mean the same: give one")
     return max(tp, own)
 
 
 def _engines_way(subject: Subject) -> Divide:
-    """How the engine divides a model: by the plan that Transformers has for it."""
+    """Return the engine's own division of a model, by the plan that Transformers has for it."""
     from quire.models.rank_spec import part_of_type
 
     return partial(part_of_type, subject.name)
 
 
 def place_of(memory: str | None, device: str | None, *, num_ranks: int = 1) -> PlanTarget:
-    """A device, a machine of a size, or a rank's part of this machine.
+    """Find the machine to plan for: a named device, one of a given size, or this machine.
 
-    Raises: ConfigError; MemoryUnavailable where a GPU of this machine does not say what it has.
+    Raises: ConfigError; MemoryUnavailable if a GPU of this machine does not report its memory.
     """
     if memory is None and (device is None or _is_engines(device)):
         return _here(device or "cpu", num_ranks)
@@ -157,8 +158,8 @@ def place_of(memory: str | None, device: str | None, *, num_ranks: int = 1) -> P
         )
     if _is_engines(device):
         raise ConfigError(
-            f"--memory is of a machine to come, --device {device} one of this: leave one out, or "
-            f"name the device ({', '.join(DEVICES)})"
+            f"--memory plans for another machine, and --device {device} is one of this machine: "
+            f"leave one out, or name another device ({', '.join(DEVICES)})"
         )
     found = device_of(device)
     if memory is not None:
@@ -172,19 +173,19 @@ def place_of(memory: str | None, device: str | None, *, num_ranks: int = 1) -> P
 
 
 def _is_engines(device: str) -> bool:
-    """Whether it names a device of this machine, as the engine's own option does."""
+    """Return whether this is a name of the engine's --device, for a device of this machine."""
     return device in ("auto", "cpu") or device.partition(":")[0] == "cuda"
 
 
 def _here(device: str, num_ranks: int) -> PlanTarget:
-    """What an engine would take of this machine. Raises: ConfigError, MemoryUnavailable."""
-    EngineConfig(device=device)  # refuses a name that means nothing
+    """Return this machine, as an engine sees it. Raises: ConfigError, MemoryUnavailable."""
+    EngineConfig(device=device)  # refuses an unknown name
     if device != "cpu" and (device != "auto" or may_have_cuda()):
         from quire.devices import choose_device
         from quire.memory.by_device import machine_for, memory_for
 
         chosen = choose_device(device)
-        if chosen.type == "cuda":  # each rank has one of its own
+        if chosen.type == "cuda":  # each rank has a GPU of its own
             return PlanTarget(
                 machine=machine_for(chosen),
                 page_bytes=memory_for(chosen, "on-demand").page_bytes,
@@ -205,38 +206,39 @@ def _here(device: str, num_ranks: int) -> PlanTarget:
 def _size(memory: str | None) -> int:
     size = parse_bytes(memory or "")
     if not 0 < size < 2**60:
-        raise ConfigError(f"memory={memory!r} must be above 0 and below an exbibyte")
+        raise ConfigError(f"--memory {memory} must be above 0 and below 1 EiB")
     return size
 
 
 def _request(
     subject: Subject, config: EngineConfig, input_len: int | None, output_len: int | None
 ) -> PlannedLengths:
-    """As asked for. Raises: ConfigError for one that is longer than a sequence may be."""
+    """Return the typical request. Raises: ConfigError if it is longer than the context."""
     most = min(config.max_model_len or subject.spec.max_model_len, subject.spec.max_model_len)
     usual = typical(most)
-    for name, value in (("input_len", input_len), ("output_len", output_len)):
+    for flag, value in (("--input-len", input_len), ("--output-len", output_len)):
         if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
+            raise ConfigError(f"{flag} {value} must be at least 1")
     output_tokens = usual.output_tokens if output_len is None else output_len
     input_tokens = min(1024, max(1, most - output_tokens)) if input_len is None else input_len
     if output_len is None:
         output_tokens = max(1, min(output_tokens, most - input_tokens))
     if input_tokens + output_tokens > most:
         raise ConfigError(
-            f"input_len={format_count(input_tokens)} and output_len={format_count(output_tokens)} "
-            f"are more than max_model_len={format_count(most)}: lower one of them"
+            f"--input-len {format_count(input_tokens)} and --output-len "
+            f"{format_count(output_tokens)} are more than --max-model-len {format_count(most)}: "
+            "lower one of them"
         )
     return PlannedLengths(input_tokens=input_tokens, output_tokens=output_tokens)
 
 
 def _refuse_unplanned(config: EngineConfig) -> None:
-    """Raises: ConfigError for options whose bytes only a loaded model tells."""
+    """Refuse options whose memory only a loaded model tells. Raises: ConfigError."""
     for name in ("speculative_config", "quantization"):
         if getattr(config, name) is not None:
             raise ConfigError(
-                f"{name} is not planned: what it takes is known once the models are loaded. "
-                "quire doctor and the engine's own ledger have it; leave it out here"
+                f"{name} is not planned, because only loaded models tell its memory: leave it out "
+                "here; quire doctor and the engine's own ledger include it"
             )
     if config.memory_provider != "auto":
         raise ConfigError(
@@ -248,7 +250,7 @@ def _refuse_unplanned(config: EngineConfig) -> None:
 def _fitted(
     found: CapacityPlan, fit: str | None, *, for_many: bool
 ) -> tuple[str | None, CapacityPlan]:
-    """What was found, and the plan with it."""
+    """Return the option that --fit finds, in words, and the plan with it."""
     if fit is None:
         return None, found
     if fit == "length":
@@ -261,7 +263,7 @@ def _fitted(
         said = (
             f"--max-model-len {tokens}: the longest context for {format_count(at_once)} "
             f"sequence{'s' if at_once > 1 else ''} at once"
-            + (", all that the model was made for" if whole else "")
+            + (", which is all of the model's own" if whole else "")
         )
     else:
         count = most_sequences(found)
@@ -294,7 +296,7 @@ def _validate(
     from quire.cli.plan_validation import print_checks, validate
 
     console = Console(stderr=True)
-    # Steps are run one by one, and compared with what was planned for the memory of the CPU.
+    # The plan is for the CPU's memory, so the steps run there.
     loaded = load_model(model, replace(config, device="cpu"), console)
     with console.status("…") as status:
         checks = validate(loaded, subject, config, place, request, report=status.update)

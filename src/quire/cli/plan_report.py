@@ -1,4 +1,4 @@
-"""How ``quire plan`` looks on a terminal, and as JSON."""
+"""Print what ``quire plan`` finds, as tables or as JSON."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -29,22 +29,21 @@ from quire.spec.layer_specs import LayerSpec
 from quire.spec.tensor_parallel import is_replicated
 from quire.units import format_bytes, format_count
 
-# -- vllm log --------------------------------------------------------------------------------------
-
-# What vLLM writes when it starts: the size of its KV cache in tokens, and in longest requests.
-#
-# Its rule for the available memory is the budget ``vllm``; here is how it cuts that into blocks,
-# for models whose layers are all alike. Where layers differ it pads and shares blocks between
-# groups, and its two lines no longer agree with each other.
-#
-# Source: vLLM, vllm/v1/core/kv_cache_utils.py: blocks = available // (bytes of a layer's block) //
-# layers; tokens = blocks × block size; concurrency = tokens / max_model_len, in whole blocks a
-# request since 0.9.
+# -- what vLLM would log ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmStartUp:
-    """Its two lines."""
+    """The two lines that vLLM logs at its start: its KV cache in tokens, and in longest requests.
+
+    vLLM's budget is the rule ``vllm``; this is how it cuts that budget into blocks for a model
+    whose layers are all alike. For other models it pads blocks and shares them between groups, and
+    its two lines no longer agree with each other.
+
+    Source: vLLM, vllm/v1/core/kv_cache_utils.py: blocks = available // (bytes of a layer's block)
+    // layers; tokens = blocks × block size; concurrency = tokens / max_model_len, in whole blocks
+    per request since 0.9.
+    """
 
     num_blocks: int
     block_size: int
@@ -56,7 +55,7 @@ class VllmStartUp:
 
     @property
     def concurrency(self) -> float:
-        """Longest requests at once."""
+        """Return how many requests of ``max_model_len`` fit at once."""
         return self.num_tokens / self.max_model_len
 
     @property
@@ -70,7 +69,7 @@ class VllmStartUp:
 def start_up(
     spec: ModelSpec, available_bytes: int, *, max_model_len: int, block_size: int = 16
 ) -> VllmStartUp | None:
-    """Of one rank's spec, and the memory it has for KV; None where layers differ."""
+    """Return vLLM's figures for one rank and its KV memory in bytes; None if layers differ."""
     groups = spec.groups
     if len(groups) != 1 or not isinstance(groups[0].spec, FullAttention | LatentAttention):
         return None
@@ -83,17 +82,17 @@ def start_up(
     )
 
 
-# -- plan report -----------------------------------------------------------------------------------
+# -- the report ------------------------------------------------------------------------------------
 
 
 def print_plan(found: CapacityPlan, remedies: Sequence[OptionChange], fitted: str | None) -> None:
-    """What is planned, bytes per token, the budget, the comparison, and what to change."""
+    """Print the model, bytes per token, the budget, the comparison, and what to change."""
     console = Console(highlight=False)
     for line in _subject(found):
         console.print(line, soft_wrap=True)
     console.print()
     console.print(_layers(found))
-    console.print(ledger_table(found.subject.name, found.ledger, _in_tokens(found)))
+    console.print(ledger_table(found.subject.name, found.ledger, *_in_tokens(found)))
     console.print(_comparison(found))
     for line in _notes(found):
         console.print(line, soft_wrap=True)
@@ -102,7 +101,7 @@ def print_plan(found: CapacityPlan, remedies: Sequence[OptionChange], fitted: st
     if not found.fits:
         console.print(f"[bold red]does not fit[/]  {escape(_why_not(found))}", soft_wrap=True)
     if remedies:
-        console.print("[bold]Each of these by itself would do[/]")
+        console.print("[bold]Each of these changes alone makes it fit[/]")
         for change in remedies:
             console.print(f"  {escape(change.flag)}  [dim]{escape(change.outcome)}[/]")
     elif not found.fits:
@@ -110,7 +109,7 @@ def print_plan(found: CapacityPlan, remedies: Sequence[OptionChange], fitted: st
 
 
 def print_table_of_models(models: Models, *, as_json: bool) -> None:
-    """The bundled table."""
+    """Print the bundled table of models."""
     if as_json:
         print(json.dumps(asdict(models)))
         return
@@ -137,7 +136,7 @@ def print_table_of_models(models: Models, *, as_json: bool) -> None:
 def as_dict(
     found: CapacityPlan, remedies: Sequence[OptionChange], fitted: str | None
 ) -> dict[str, Any]:
-    """The plan for a program."""
+    """Return the plan as a JSON object."""
     return {
         "model": found.subject.name,
         "source": found.subject.source,
@@ -202,19 +201,19 @@ def _subject(found: CapacityPlan) -> Iterator[str]:
     if found.num_ranks > 1:
         on_rank = found.divide(subject.spec, found.num_ranks)
         keeps = is_replicated(subject.spec, on_rank, found.num_ranks)
-        same = ", who keep some of the same" if keeps else ""
+        same = ", which keep copies of some heads" if keeps else ""
         yield f"[dim]figures are those of one of {found.num_ranks} ranks{same}[/]"
 
 
 def _layers(found: CapacityPlan) -> Table:
     longest = found.needs.context_tokens
     table = plain_table(
-        f"What is kept of a sequence: bytes a token, of a block of {found.config.block_size} "
-        f"tokens, and at {format_count(longest)}",
-        "by",
+        f"KV memory of a sequence: bytes per token, per block of {found.config.block_size} "
+        f"tokens, and at {format_count(longest)} tokens",
+        "kind",
         "layers",
         "B/token",
-        "in all",
+        "all layers",
         "a block",
         f"at {format_count(longest)}",
     )
@@ -261,20 +260,21 @@ def _kind(spec: LayerSpec) -> str:
             return f"source of {format_count(spec.source_tokens)}"
 
 
-def _in_tokens(found: CapacityPlan) -> str:
-    ledger, cell = found.ledger, found.cell
-    tokens = max(0, ledger.kv_bytes) // max(1, found.needs.bytes_per_token)
-    whole = "committed whole at the start" if ledger.committed_whole else "committed as tokens come"
+def _in_tokens(found: CapacityPlan) -> tuple[str, str]:
+    """Say what the budget holds, and what the kernel's page tables take besides."""
+    cell = found.cell
+    tokens = max(0, found.ledger.kv_bytes) // max(1, found.needs.bytes_per_token)
     num_sequences = max(1, cell.num_sequences)
     besides, tables = "", found.page_table_bytes(num_sequences)
-    if tables:  # a device's are its driver's
+    if tables:  # a GPU's page tables belong to its driver
         besides = (
             f"; the kernel's page tables take {format_bytes(tables)} besides, for "
             f"{format_count(num_sequences)} of {format_count(cell.request.num_tokens)} tokens"
         )
     return (
-        f"{format_count(tokens)} tokens while nothing is forgotten, or {cell.num_longest:,.2f} "
-        f"sequences of {format_count(found.needs.context_tokens)}; {whole}{besides}"
+        f"{format_count(tokens)} tokens while no window has passed any, or "
+        f"{cell.num_longest:,.2f} sequences of {format_count(found.needs.context_tokens)}",
+        besides,
     )
 
 
@@ -282,7 +282,7 @@ def _comparison(found: CapacityPlan) -> Table:
     request = found.request
     asked = f"{format_count(request.input_tokens)} + {format_count(request.output_tokens)}"
     table = plain_table(
-        f"Sequences of {asked} tokens at once, by strategy (--cache) and rule (--budget)",
+        f"Sequences of {asked} tokens at once, by strategy (--cache) and budget rule (--budget)",
         "by",
         "KV",
         "sequences",
@@ -330,8 +330,8 @@ def _figures(cell: Cell) -> tuple[str, ...]:
 def _notes(found: CapacityPlan) -> Iterator[str]:
     if found.cell.num_fitting > found.config.max_num_seqs:
         yield (
-            f"[dim]Of more that would fit, max_num_seqs={found.config.max_num_seqs} may run: "
-            "--fit sequences finds how many.[/]"
+            f"[dim]More sequences would fit than --max-num-seqs {found.config.max_num_seqs} lets "
+            "run: --fit sequences finds how many.[/]"
         )
     ledger = next((c.ledger for c in found.cells if c.ledger.rule == "vllm"), None)
     if ledger is None or ledger.refusal is not None:

@@ -1,8 +1,7 @@
-"""``quire plan --validate``: what was planned against what an engine takes, byte by byte.
+"""Run ``quire plan --validate``: compare planned bytes with those that an engine takes.
 
-One engine a strategy runs one prompt, and keeps nothing for others. The plan knows the model's
-files alone; the engine's figures are those of the loaded model, of its accounting, and of the
-memory that holds the pages.
+One engine per strategy runs one prompt, without a prefix cache. The plan reads only the model's
+files; the engine's figures come from the loaded model, its accounting and its memory provider.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,18 +26,22 @@ if TYPE_CHECKING:
     from quire.memory.budget import Ledger
     from quire.models.loader import LoadedModel
 
-_FIXED = ("max_num_seqs × max_model_len", "kv_cache_memory_bytes", "max_model_len")  # by options
-_MOST_TOKENS = 96  # of the prompt and of the answer: windows pass, blocks and buffers fill
+_FIXED = (
+    "max_num_seqs × max_model_len",
+    "kv_cache_memory_bytes",
+    "max_model_len",
+)  # bounds that options fix
+_MOST_TOKENS = 96  # of the prompt and of the answer: enough for windows to pass and blocks to fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One figure, planned and as it is."""
+    """One figure, planned and measured."""
 
     what: str
     planned: int
     actual: int
-    explained: int = 0  # of the difference
+    explained: int = 0  # part of the difference that is expected
     why: str = ""
 
     @property
@@ -53,13 +56,13 @@ def validate(
     place: PlanTarget,
     request: PlannedLengths,
     *,
-    strategies: Iterable[str] | None = None,  # None: Quire's own, and the option's
-    provider: "MemoryProvider | None" = None,  # of the place; None: this machine's
+    strategies: Iterable[str] = STRATEGIES,
+    provider: "MemoryProvider | None" = None,  # None: this machine's
     report: Callable[[str], None] = lambda _: None,
 ) -> list[Check]:
-    """Plan and run, without prefix caching: what a prompt leaves for others is not planned.
+    """Plan and run one sequence per strategy, without prefix caching, which a plan leaves out.
 
-    Raises: what running does.
+    Raises: ConfigError, RequestError.
     """
     config = replace(config, max_num_seqs=1, enable_prefix_caching=False)
     request = _short(request)
@@ -72,9 +75,9 @@ def validate(
 
 
 def print_checks(name: str, checks: Sequence[Check]) -> bool:
-    """A table, and whether all hold."""
+    """Print a table of checks. Returns: whether all hold."""
     table = plain_table(
-        f"What was planned for {escape(name)}, and what the engine takes",
+        f"Planned and actual figures of {escape(name)}",
         "",
         "planned",
         "actual",
@@ -97,12 +100,12 @@ def print_checks(name: str, checks: Sequence[Check]) -> bool:
     if wrong:
         console.print(f"[bold red]{wrong} of {len(checks)} differ without a reason[/]")
     else:
-        console.print(f"[bold green]all {len(checks)} agree to the byte[/], or say why not")
+        console.print(f"[bold green]all {len(checks)} agree to the byte[/], or give the reason")
     return not wrong
 
 
 def _model(subject: Subject, loaded: "LoadedModel", config: EngineConfig) -> Iterator[Check]:
-    """Bytes per token of each group, and the model's own."""
+    """Check bytes per token of each group, and the model's own memory."""
     from quire.models.footprint import footprint
 
     planned = stored_spec(config, subject.spec)
@@ -132,7 +135,7 @@ def _model(subject: Subject, loaded: "LoadedModel", config: EngineConfig) -> Ite
         planned=weights[0],
         actual=weights[1],
         explained=_in_no_file(loaded.model),
-        why="tables that no file holds",
+        why="buffers that no file holds",
     )
     yield Check(what=what, planned=activations[0], actual=activations[1])
 
@@ -144,7 +147,7 @@ def _estimated(what: str, planned: int, actual: int) -> Check:
 
 
 def _in_no_file(model: Any) -> int:
-    """Bytes of buffers that are computed when a model is made, such as rotary frequencies."""
+    """Return the bytes of buffers that a model computes, such as rotary frequencies."""
     kept = set(model.state_dict())
     return sum(tensor.nbytes for name, tensor in model.named_buffers() if name not in kept)
 
@@ -157,7 +160,7 @@ def _runs(
     request: PlannedLengths,
     provider: "MemoryProvider | None",
 ) -> Iterator[Check]:
-    """The budget, and bytes after each step of one sequence."""
+    """Check the budget, and the bytes after each step of one sequence."""
     from quire.engine.llm import LLM
     from quire.sampling_params import SamplingParams
 
@@ -199,21 +202,21 @@ def _runs(
 
 
 def _worst(what: str, planned: list[int], actual: list[int]) -> Check:
-    """The pair that is farthest apart; the last, where all are equal."""
+    """Check the pair of figures that is farthest apart; the last one if all are equal."""
     pairs = list(zip(planned, actual, strict=True))[::-1]
     ours, theirs = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
     return Check(what=what, planned=ours, actual=theirs)
 
 
 def _moved(planned: "Ledger", actual: "Ledger") -> int:
-    """The difference of two readings of a machine, where its memory is what binds."""
+    """Return the difference of two readings of a machine, if its memory is the bound."""
     if planned.bound == actual.bound and actual.bound in _FIXED:
         return 0
     return actual.kv_bytes - planned.kv_bytes
 
 
 def _options(config: EngineConfig) -> dict[str, Any]:
-    """An engine's options, without what belongs to loading."""
+    """Return an engine's options without those of loading."""
     said = {field.name: getattr(config, field.name) for field in fields(config)}
     return {**said, "dtype": "auto", "quantization": None, "device": "auto"}
 
@@ -226,7 +229,5 @@ def _short(request: PlannedLengths) -> PlannedLengths:
 
 
 def _prompt(loaded: "LoadedModel", request: PlannedLengths) -> Any:
-    """Token ids of every model's vocabulary; for one that hears, what it is given is a matter of
-    its own.
-    """
+    """Return token ids that every vocabulary has."""
     return [3 + index % max(1, loaded.vocab_size - 3) for index in range(request.input_tokens)]

@@ -1,23 +1,27 @@
-"""How ``quire doctor`` looks on a terminal."""
+"""Print what ``quire doctor`` finds."""
 
 from collections.abc import Iterator
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from quire.cli.diagnosis import Accelerator, Diagnosis
+from quire.cli.options import facts_table, plain_table
 from quire.memory.budget.ledger import Ledger
 from quire.memory.machine import Machine, Pressure
 from quire.units import format_bytes, format_count
 
 
 def print_report(found: Diagnosis) -> None:
-    """The machine, the ledger, the other rules here and on GPUs, what the system can do."""
+    """Print the machine, the ledger, all rules here and on GPUs, and what the system can do."""
     console = Console(highlight=False)
-    for table in (_bounds(found.machine), _facts(found), _ledger(found)):
-        console.print(table)
+    console.print(_bounds(found.machine))
+    facts = facts_table()
+    for name, value in _facts_of(found):
+        facts.add_row(name, escape(value))
+    console.print(facts)
+    console.print(ledger_table(found.name, found.ledger, _in_tokens(found, found.ledger)))
     index = found.device_index
     console.print(_rules(found, found.rules, "here" if index is None else f"on GPU {index}"))
     for each in found.accelerators:
@@ -25,7 +29,7 @@ def print_report(found: Diagnosis) -> None:
             console.print(_rules(found, each.rules, f"on GPU {each.memory.index}"))
     flags = list(_would_fit(found))
     if flags:
-        console.print("[bold]What was refused would fit with[/]", *flags, "", sep="\n")
+        console.print("[bold]A rule that refuses would accept[/]", *flags, "", sep="\n")
     console.print(_can(found))
     if found.ledger.refusal is not None:
         console.print(f"[bold red]refused[/]  {escape(found.ledger.refusal)}", soft_wrap=True)
@@ -33,10 +37,8 @@ def print_report(found: Diagnosis) -> None:
 
 
 def _bounds(machine: Machine) -> Table:
-    table = _titled("What limits memory here, the tightest first")
-    table.add_column("bound")
-    for column in ("limit", "used", "available"):
-        table.add_column(column, justify="right", no_wrap=True)
+    title = "Memory limits of this machine, the tightest first"
+    table = plain_table(title, "bound", "limit", "used", "available")
     table.add_column("")
     for index, bound in enumerate(machine.bounds):
         sizes = (bound.limit_bytes, bound.used_bytes, bound.available_bytes)
@@ -49,22 +51,13 @@ def _bounds(machine: Machine) -> Table:
     return table
 
 
-def _facts(found: Diagnosis) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    for name, value in _facts_of(found):
-        table.add_row(name, escape(value))
-    return table
-
-
 def _facts_of(found: Diagnosis) -> Iterator[tuple[str, str]]:
     machine = found.machine
     own, others = format_bytes(machine.process_bytes), format_bytes(machine.others_bytes)
-    yield "in use", f"{others} by others and the system, {own} by this process"
+    yield "in use", f"{others} by the system and other processes, {own} by this process"
     if machine.swap_total_bytes:
         free, total = format_bytes(machine.swap_free_bytes), format_bytes(machine.swap_total_bytes)
-        yield "swap", f"{free} free of {total}; Quire counts none of it"
+        yield "swap", f"{free} free of {total}; Quire does not count on it"
     else:
         yield "swap", "none"
     yield "control groups", machine.cgroup
@@ -80,7 +73,7 @@ def _facts_of(found: Diagnosis) -> Iterator[tuple[str, str]]:
     memlock = machine.memlock_bytes
     yield "locked memory", "no limit" if memlock is None else f"at most {format_bytes(memlock)}"
     huge = machine.huge_pages
-    pool = f"; {format_bytes(huge.pool_bytes)} set aside" if huge.pool_bytes else ""
+    pool = f"; {format_bytes(huge.pool_bytes)} reserved" if huge.pool_bytes else ""
     yield (
         "huge pages",
         f"{huge.anonymous or 'unknown'}, shared: {huge.shared or 'unknown'}{pool}",
@@ -96,23 +89,22 @@ def _accelerator(number: int, each: Accelerator) -> tuple[str, str]:
     free, total, own, others = map(
         format_bytes, (device.free_bytes, device.total_bytes, device.own_bytes, device.others_bytes)
     )
-    used = f"{others} by others and the driver, {own} by this process"
-    why_not = "" if each.why_not is None else f"; not for KV memory: {each.why_not}"
+    used = f"{others} by the driver and other processes, {own} by this process"
+    why_not = "" if each.why_not is None else f"; cannot hold KV memory: {each.why_not}"
     return f"GPU {number}", f"{device.name}, {free} free of {total}, {used}{why_not}"
 
 
 def _pressure(pressure: Pressure | None) -> str:
     if pressure is None:
-        return "the kernel does not say (no PSI)"
+        return "unknown: this kernel has no PSI"
     some, full = pressure.some_avg10, pressure.full_avg10
-    return f"of the last 10 s, some task waited for memory {some:g} %, all {full:g} %"
+    return f"in the last 10 s, a task waited for memory {some:g} % of the time, all {full:g} %"
 
 
-def ledger_table(name: str, ledger: Ledger, in_tokens: str) -> Table:
-    """A budget line by line; ``in_tokens`` says what a budget that is granted holds."""
-    table = _titled(f"The budget of [cyan]{ledger.rule}[/] for {escape(name)}, line by line")
-    table.add_column("")
-    table.add_column("bytes", justify="right", no_wrap=True)
+def ledger_table(name: str, ledger: Ledger, holds: str, besides: str = "") -> Table:
+    """Make a table of a budget line by line; ``holds`` says what an accepted budget holds."""
+    title = f"The budget of [cyan]{ledger.rule}[/] for {escape(name)}, line by line"
+    table = plain_table(title, "", "bytes")
     table.add_column("from", style="dim")
     for term in ledger.terms:
         table.add_row(term.label, format_bytes(term.num_bytes), escape(term.source))
@@ -121,7 +113,8 @@ def ledger_table(name: str, ledger: Ledger, in_tokens: str) -> Table:
     if ledger.refusal is None:
         why = f"bound by {escape(ledger.bound)}"
         table.add_row("[bold]KV memory[/]", f"[bold green]{size}[/]", why)
-        table.add_row("", "", in_tokens)
+        start = "all at the start" if ledger.committed_whole else "as tokens come"
+        table.add_row("", "", f"{holds}; committed {start}{besides}")
     else:
         table.add_row("[bold]KV memory[/]", f"[bold red]{size}[/]", "refused")
     fits = format_bytes(max(0, ledger.room_bytes))
@@ -129,22 +122,16 @@ def ledger_table(name: str, ledger: Ledger, in_tokens: str) -> Table:
     return table
 
 
-def _ledger(found: Diagnosis) -> Table:
-    return ledger_table(found.name, found.ledger, _in_tokens(found, found.ledger))
-
-
 def _in_tokens(found: Diagnosis, ledger: Ledger) -> str:
     tokens, sequences = format_count(found.num_tokens(ledger)), found.num_sequences(ledger)
     longest = format_count(found.needs.context_tokens)
-    whole = "committed whole at the start" if ledger.committed_whole else "committed as tokens come"
-    return f"{tokens} tokens, or {sequences:,.1f} sequences of {longest}; {whole}"
+    return f"{tokens} tokens, or {sequences:,.1f} sequences of {longest}"
 
 
 def _rules(found: Diagnosis, ledgers: tuple[Ledger, ...], where: str) -> Table:
-    table = _titled(f"What each rule would give {where}  (--budget)")
-    table.add_column("rule")
-    for column in ("allows", "KV", "tokens", f"× {format_count(found.needs.context_tokens)}"):
-        table.add_column(column, justify="right", no_wrap=True)
+    longest = f"× {format_count(found.needs.context_tokens)}"
+    title = f"What each rule would give {where}  (--budget)"
+    table = plain_table(title, "rule", "allows", "KV", "tokens", longest)
     table.add_column("bound by", style="dim")
     for ledger in ledgers:
         chosen = ledger.rule == found.ledger.rule
@@ -167,14 +154,9 @@ def _would_fit(found: Diagnosis) -> Iterator[str]:
 
 
 def _can(found: Diagnosis) -> Table:
-    table = _titled("What this system can do")
-    table.add_column("")
+    table = plain_table("What this system can do", "")
     table.add_column("")
     for what, why_not in found.mechanisms:
         table.add_row(what, "[green]yes[/]" if why_not is None else f"[yellow]{escape(why_not)}[/]")
     table.show_header = False
     return table
-
-
-def _titled(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)

@@ -1,4 +1,4 @@
-"""``quire serve``: a model behind OpenAI's API, with vLLM's flags."""
+"""Run ``quire serve``: serve a model over HTTP, with vLLM's flags."""
 
 import logging
 from typing import Annotated, Any
@@ -6,9 +6,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from quire.cli.options import Model, import_engine_for, with_options
+from quire.cli.options import Model, facts_table, import_engine_for, with_options
 from quire.cli.vllm import notes_of
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
@@ -27,33 +26,35 @@ def serve(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="Options from a YAML file, by their long names; what is given here counts before.",
+            help="YAML file of options by their long names; flags on the command line override it.",
         ),
     ] = None,
     num_gpu_blocks_override: Annotated[
         int | None,
-        typer.Option(help="KV memory in blocks of all layers together: vLLM's.", hidden=True),
+        typer.Option(help="KV memory in blocks of all layers together, as vLLM.", hidden=True),
     ] = None,
     server: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Serve a model over HTTP: OpenAI's and Anthropic's API, metrics, and a page of its memory.
+    """Serve a model over HTTP with OpenAI's and Anthropic's API, metrics and a memory page.
 
-    Flags of vllm serve work; what one of them means here is said at the start.
+    The flags of vllm serve work too; the log says at the start what each of them does here.
 
     \b
     quire serve
     quire serve Qwen/Qwen3-0.6B --max-model-len 8192 --kv-cache-memory-bytes 4GiB
-    quire serve ./my-model --host 0.0.0.0 --api-key @keys.txt --served-model-name mine
+    quire serve ./my-model --host 0.0.0.0 --api-key @keys.txt
     quire serve --uds /run/quire.sock --shutdown-timeout 120
     quire serve --config quire.yaml --port 9000
 
     Then: curl http://127.0.0.1:8000/v1/models, or quire chat.
+
+    Raises: ConfigError; typer.Exit with the server's exit code.
     """
     from quire.server.run import serve as run
 
     config = ServerConfig.from_options(**server)
-    own = EngineConfig.from_options(**engine)  # what is wrong is said before anything is loaded
+    own = EngineConfig.from_options(**engine)  # bad options fail before anything is loaded
     console = Console(stderr=True)
 
     def load() -> Any:
@@ -67,7 +68,7 @@ def serve(
         from quire.engine.async_llm import AsyncLLM
 
         console.print(f"loading {model or 'the demo model'} …", highlight=False)
-        # By its name, so that it can be given back while the server sleeps, and read again.
+        # By its name, so that the server can free the weights while it sleeps, and load them again.
         return AsyncLLM(model, show_progress=model is not None, **options)
 
     def announce(facts: Any) -> None:
@@ -80,7 +81,7 @@ def serve(
 
 
 def _blocks(count: int, model: str | None, config: EngineConfig) -> dict[str, int]:
-    """Blocks in bytes. Raises: ConfigError, ModelNotLoadable."""
+    """Convert a number of blocks to bytes. Raises: ConfigError, ModelNotLoadable."""
     from quire.engine.kv_sizing import stored_spec
     from quire.models.loader import read_config
     from quire.spec.model_files import find_folder
@@ -89,7 +90,7 @@ def _blocks(count: int, model: str | None, config: EngineConfig) -> dict[str, in
         raise ConfigError(f"num_gpu_blocks_override={count} must be at least 1")
     if config.kv_cache_memory_bytes is not None:
         raise ConfigError(
-            f"num_gpu_blocks_override={count} and kv_cache_memory_bytes say the same: give one"
+            f"num_gpu_blocks_override={count} and kv_cache_memory_bytes both give a size: give one"
         )
     folder = find_folder(model)
     _, spec = read_config(str(folder or model), folder)
@@ -97,7 +98,7 @@ def _blocks(count: int, model: str | None, config: EngineConfig) -> dict[str, in
         spec = spec.computed_in(config.dtype)
     block_bytes = config.block_size * stored_spec(config, spec).bytes_per_token
     log.info(
-        "num_gpu_blocks_override: %s blocks of %s tokens and %s are kv_cache_memory_bytes=%s",
+        "num_gpu_blocks_override: %s blocks of %s tokens, %s each, are kv_cache_memory_bytes=%s",
         format_count(count),
         format_count(config.block_size),
         format_bytes(block_bytes),
@@ -108,21 +109,19 @@ def _blocks(count: int, model: str | None, config: EngineConfig) -> dict[str, in
 
 def _warn_if_open(config: ServerConfig) -> None:
     if not config.is_local and not config.api_key:
-        also = "" if config.admin_api_key else ", see what others do with it, and administer it"
+        also = "" if config.admin_api_key else ", see other clients' sequences, and administer it"
         log.warning(
-            "host=%s lets others ask, and no API key is set: each client that reaches this machine "
-            "may use the model%s. Set --api-key @FILE, or --host 127.0.0.1 behind a proxy that "
-            "asks who they are",
+            "host=%s accepts other machines, and no API key is set: every client that reaches this "
+            "machine may use the model%s. Set --api-key @FILE, or --host 127.0.0.1 behind a proxy "
+            "that authenticates clients",
             config.host,
             also,
         )
 
 
 def _announce(console: Console, facts: Any) -> None:
-    """The block that says what is served, where, and with how much memory."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    """Print which model is served at which address, and with how much memory."""
+    table = facts_table()
     keys = f"{facts.num_keys} API key{'s' * (facts.num_keys != 1)}" if facts.num_keys else "no key"
     rows = [
         ("serving", f"[bold]{escape(facts.model)}[/] at [bold cyan]{escape(facts.url)}[/]"),
@@ -145,7 +144,7 @@ def _announce(console: Console, facts: Any) -> None:
 
 
 def _clients(facts: Any, keys: str) -> str:
-    where = "of this machine only" if facts.is_local else "from everywhere"
+    where = "of this machine only" if facts.is_local else "from any machine"
     text = f"{where}, {keys} needed" if not facts.num_keys else f"{where}, with {keys}"
     text += "; administration with an admin key" if facts.has_admin_key else ""
     return f"[bold yellow]{text}[/]" if facts.is_open else text

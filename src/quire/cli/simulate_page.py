@@ -1,4 +1,4 @@
-"""``quire simulate --report``: what the page needs besides results, and the file itself."""
+"""Write the page of ``quire simulate --report``, with what the results alone do not tell."""
 
 import shlex
 import sys
@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
+from quire.cli.options import check_folder
 from quire.errors import ConfigError
 from quire.kv import DEFAULT_POLICY
 from quire.planner.hit_rates import OPTIMUM, HitRates, Prompts, hit_rate_curve, prompts_of
@@ -20,13 +21,13 @@ from quire.planner.subject import Subject
 from quire.traces import TraceRequest
 
 OnWork: TypeAlias = Callable[[str], None]
-_NUM_BATCH = 32  # requests that are drawn generating together
-_NUM_SIZES = 7  # of caches, each half the next; the largest evicts nothing
+_NUM_BATCH = 32  # requests that the page draws side by side
+_NUM_SIZES = 7  # cache sizes, each half the next; the largest cache evicts nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """All that a command has simulated. Traces are read once more, for what no result says."""
+    """All that a command has simulated. ``open_trace`` reads a trace once more for the page."""
 
     subject: Subject
     machine: str
@@ -38,13 +39,17 @@ class Simulated:
 
 
 def check_report(path: Path) -> None:
-    """Before the work. Raises: ConfigError."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--report {path} is no file that can be written: name one in a folder")
+    """Check before a simulation that its page can be written. Raises: ConfigError."""
+    check_folder("--report", path)
+    if path.is_dir():
+        raise ConfigError(f"--report {path} is a folder: name a file in it")
 
 
 def write_report(path: Path, simulated: Simulated, on_work: OnWork) -> None:
-    """``on_work`` is told what is done now. Raises: ConfigError where nothing can be written."""
+    """Write the page; ``on_work`` receives the name of each part of the work.
+
+    Raises: ConfigError if the file cannot be written.
+    """
     page = render(_report(simulated, on_work))
     try:
         path.write_text(page, encoding="utf-8")
@@ -61,13 +66,10 @@ def _report(simulated: Simulated, on_work: OnWork) -> Report:
     ]
     fleets = simulated.fleets
     spec, sizes = fleets[0].spec, {fleet.cache: fleet.sizes for fleet in fleets}
-    for strategy in ("contiguous", "paged"):  # the two that are always worth comparing
+    for strategy in ("contiguous", "paged"):  # every page compares these two
         sizes.setdefault(strategy, fleets[0].sizes)
     ordered = {name: sizes[name] for name in sorted(sizes)}
-    hit_rates = []
-    for source in simulated.traces:
-        rates = _hit_rates(simulated.open_trace(source), on_work)
-        hit_rates += [(source, rates)] if rates is not None else []
+    each = ((one, _hit_rates(simulated.open_trace(one), on_work)) for one in simulated.traces)
     return Report(
         model=simulated.subject.name,
         machine=simulated.machine,
@@ -79,17 +81,17 @@ def _report(simulated: Simulated, on_work: OnWork) -> Report:
         one=tuple(held_by_one(spec, ordered, batch[0])) if batch else (),
         batch=tuple(held_by_batch(spec, ordered, batch)),
         num_batch=len(batch),
-        hit_rates=tuple(hit_rates),
+        hit_rates=tuple((source, rates) for source, rates in each if rates is not None),
         bytes_per_token=spec.bytes_per_token,
     )
 
 
 def _hit_rates(requests: Iterable[TraceRequest], on_work: OnWork) -> HitRates | None:
-    """None of a trace that does not say which prompts begin alike."""
-    on_work("which prompts begin alike")
+    """Compute the hit rates, or None for a trace that has no hash ids."""
+    on_work("common prefixes of prompts")
     try:
         prompts = prompts_of(requests)
-    except ConfigError:  # no hash ids, or of several sizes
+    except ConfigError:  # no hash ids, or hash ids of several sizes
         return None
     return hit_rate_curve(
         prompts,
@@ -100,7 +102,7 @@ def _hit_rates(requests: Iterable[TraceRequest], on_work: OnWork) -> HitRates | 
 
 
 def _sizes(prompts: Prompts) -> list[int]:
-    """In tokens, from the largest down."""
+    """Return cache sizes in tokens, in ascending order."""
     most = max(1, prompts.num_blocks)
     blocks = {max(1, most >> halvings) for halvings in range(_NUM_SIZES)}
     return sorted(size * prompts.block_tokens for size in blocks)

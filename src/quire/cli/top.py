@@ -1,4 +1,4 @@
-"""``quire top``: the memory page in a terminal, from the same feed."""
+"""Run ``quire top``: show a server's memory page in a terminal."""
 
 import asyncio
 import os
@@ -32,14 +32,11 @@ from quire.server.dashboard.frames import (
 )
 from quire.units import ceil_div, format_bytes, format_count
 
-# -- top view --------------------------------------------------------------------------------------
-
-# How ``quire top`` looks: a frame of the feed as text, in 80 columns or as many as there are.
-
+# -- the view --------------------------------------------------------------------------------------
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _HUES = ("blue", "dark_orange", "green", "magenta", "yellow", "cyan", "red", "bright_blue")
-# Letter of the feed → what is drawn where it is no sequence's own, and its word.
+# Letter of the feed → the sign that is drawn for a cell that no one sequence owns, and its name.
 _SIGNS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "s": ("#", "shared"),
@@ -50,22 +47,22 @@ _SIGNS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ".": ("·", "not committed"),
     }
 )
-_MOST_LINES = 14  # of a picture
+_MOST_LINES = 14  # of the picture of one group of layers
 _HEAD_LINES = 5  # before the pictures
-_ENTRY_WIDTH, _GAP = 39, 2  # of a sequence; between two of them
-_WINDOW_S = 5.0  # over which rates are taken
+_ENTRY_WIDTH, _GAP = 39, 2  # columns of a sequence's entry; between two entries
+_WINDOW_S = 5.0  # rates are means over this time
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is seen at one moment. ``then`` gives the next one."""
+    """One frame of the feed with what came before it, drawn as text as wide as the terminal."""
 
     url: str
     about: About
     frame: Frame
     now_s: float
     is_live: bool = True
-    slots: dict[int, int] = field(default_factory=dict)  # sequence → its letter, while it is there
+    slots: dict[int, int] = field(default_factory=dict)  # sequence id → number of its letter
     past: tuple[tuple[float, Counters], ...] = ()
 
     def __post_init__(self) -> None:
@@ -83,10 +80,11 @@ class View:
         object.__setattr__(self, "past", tuple(moments))
 
     def then(self, frame: Frame, now_s: float) -> "View":
+        """Return the view of the next frame."""
         return replace(self, frame=frame, now_s=now_s, is_live=True)
 
     def lost(self) -> "View":
-        """The feed has ended; what was seen last stays."""
+        """Return the view of the last frame after the feed has ended."""
         return replace(self, is_live=False)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -94,7 +92,7 @@ class View:
         yield self._title()
         yield from self._bytes(width)
         yield self._rates()
-        # Half of what is left is for sequences, but for what they do not need.
+        # Sequences get up to half of the remaining lines.
         left = options.max_height - _HEAD_LINES - 2 * len(groups)
         left -= self.frame.others_percent is not None
         entries = [self._entry(sequence) for sequence in self.frame.sequences]
@@ -117,7 +115,7 @@ class View:
         about, title = self.about, Text("quire top", style="bold")
         title.append(f"  {about.model}, {about.strategy}, {self.url}", style="dim")
         if not self.is_live:
-            title.append("  no answer, trying again", style="bold red")
+            title.append("  no answer, reconnecting", style="bold red")
         title.no_wrap, title.overflow = True, "ellipsis"
         return title
 
@@ -131,7 +129,7 @@ class View:
             more = memory.capacity * others_percent // 100
             more_word = f"others about {others_percent} %"
         elif memory.ceiling < memory.capacity:
-            words += f", the ceiling now; the capacity is {format_bytes(memory.capacity)}"
+            words += f" (ceiling now; capacity {format_bytes(memory.capacity)})"
         yield Text(words, style="bold")
         bar, done = Text(), 0
         for count, sign, style in (
@@ -186,7 +184,7 @@ class View:
             yield Text.assemble(*signs[first : first + columns], no_wrap=True, overflow="crop")
 
     def _sign(self, states: str, owners: list[int]) -> tuple[str, str]:
-        """Of several cells, what most of those with pages are."""
+        """Return the sign and style of the commonest state among the committed cells."""
         backed = states.replace(".", "")
         if not backed:
             return _SIGNS["."][0], "dim"
@@ -208,7 +206,7 @@ class View:
         return Text("   ".join(parts), style="dim", no_wrap=True, overflow="ellipsis")
 
     def _entry(self, sequence: SequenceFrame) -> Text:
-        """A sequence, as long as ``_ENTRY_WIDTH``."""
+        """Return a sequence's entry, ``_ENTRY_WIDTH`` wide."""
         slot = self.slots[sequence.id]
         tokens = f"{format_count(sequence.computed)}/{format_count(sequence.max_tokens)}"
         state = f"{sequence.state[:3]} {sequence.preemptions}×" if sequence.preemptions else ""
@@ -219,7 +217,7 @@ class View:
         return entry
 
     def _listed(self, entries: list[Text], in_line: int, room: int) -> Iterator[Text]:
-        """As many as there is room for, and how many are left out."""
+        """Yield as many entries as there is room for, and the number of the others."""
         num_all = len(entries) + self.frame.num_more
         if num_all > min(room, ceil_div(len(entries), in_line)) * in_line:
             entries = entries[: max(1, room - 1) * in_line]
@@ -236,7 +234,7 @@ class View:
 
 
 def _thinned(cells: Cells, width: int, most: int) -> tuple[int, int]:
-    """How many of the feed's cells are one sign, and how many signs are in a line."""
+    """Return how many of the feed's cells make one sign, and how many signs make a line."""
     if cells.row_cells:
         each = ceil_div(cells.row_cells, width)
         return each, ceil_div(cells.row_cells, each)
@@ -247,30 +245,31 @@ def _row(start: int, cells: Cells, each: int) -> range:
     return range(start, start + (cells.row_cells or len(cells.states)), each)
 
 
-# -- top -------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
-
-_AGAIN_S = 2.0  # after the feed has ended
-_SILENCE_S = 60.0  # a server whose memory does not change says so every ten
+_AGAIN_S = 2.0  # between two attempts to connect
+_SILENCE_S = 60.0  # a server sends something every ten seconds, even if its memory does not change
 
 
 def top(
     *,
     url: Annotated[
-        str, typer.Option(envvar="QUIRE_URL", help="A server that quire serve has started.")
+        str, typer.Option(envvar="QUIRE_URL", help="Address of a server of quire serve.")
     ] = DEFAULT_URL,
     api_key: ApiKey = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one picture and end. Needs no terminal.")
+        bool, typer.Option("--once", help="Print one picture and exit; needs no terminal.")
     ] = False,
 ) -> None:
-    """Watch a server's memory: who holds which cells, what is shared and cached, how fast it goes.
+    """Watch a server's KV memory: its sequences, their blocks, and tokens per second.
 
-    It ends with q.
+    q ends it.
 
     \b
     quire top
     quire top --url http://10.0.0.5:8000 --once
+
+    Raises: ConfigError if the server does not answer or refuses.
     """
     http = client(url, api_key, _SILENCE_S)
     console = Console(highlight=False)
@@ -286,22 +285,22 @@ def top(
     except (OSError, ValueError) as error:
         said = str(error).removeprefix(f"{url}: ")
         raise ConfigError(
-            f"no memory feed at {url} ({said}): start a server with quire serve, or say with "
-            f"--url where one is"
+            f"no memory feed at {url} ({said}): start a server with quire serve, or name another "
+            "with --url"
         ) from error
 
 
 async def _print_one(http: Http, url: str, console: Console) -> None:
-    """Raises: OSError, ValueError."""
+    """Print the first frame. Raises: OSError, ValueError."""
     async with aclosing(_views(http, url)) as views:
         async for view in views:
             console.print(view)
             return
-    raise ValueError("it ended before it had begun")
+    raise ValueError("the feed ended before its first frame")
 
 
 async def _watch(http: Http, url: str, console: Console) -> None:
-    """Until q or Ctrl-C. Raises: OSError, ValueError if nothing was there at first."""
+    """Show frames until q or Ctrl-C. Raises: OSError, ValueError if the first try fails."""
     ended = asyncio.Event()
     with (
         unseen(key_by_key=True) as keyboard,
@@ -322,7 +321,7 @@ async def _watch(http: Http, url: str, console: Console) -> None:
 
 def _take_key(keyboard: int, ended: asyncio.Event) -> None:
     keys = os.read(keyboard, 64)
-    if not keys or b"q" in keys.lower():  # none: the terminal is gone
+    if not keys or b"q" in keys.lower():  # no bytes: the terminal has gone
         ended.set()
 
 
@@ -343,13 +342,13 @@ async def _show(http: Http, url: str, live: Live) -> None:
 
 
 async def _views(http: Http, url: str, view: View | None = None) -> AsyncGenerator[View, None]:
-    """One for each frame. ``view``: what was seen before, if anything."""
+    """Yield a view for each frame, the first of them after ``view``."""
     about: About | None = None
     async with aclosing(http.follow(FEED)) as events:
         async for name, data in events:
             if name == "about":
                 about = msgspec.json.decode(data, type=About)
-                if view is None or view.about != about:
+                if view is not None and view.about != about:
                     view = None
             elif name == "frame" and about is not None:
                 frame, now_s = msgspec.json.decode(data, type=Frame), time.monotonic()

@@ -1,6 +1,6 @@
-"""A command line of vLLM as one of Quire: flags renamed, said to mean nothing, or refused.
+"""Translate a command line of vLLM: a flag is renamed, ignored with a note, or refused.
 
-Nothing is dropped silently: each change is a note, to be logged when the server starts.
+No flag is dropped silently: the server logs each note when it starts.
 """
 
 import json
@@ -18,11 +18,11 @@ from quire.cli.config_file import Entry, read_entries
 from quire.cli.vllm_flags import DTYPE_WORDS, FOREIGN, STRATEGY_WORDS, Foreign
 from quire.errors import ConfigError
 
-NOTES, PLACES = "quire.notes", "quire.places"  # where a context keeps them
+NOTES, PLACES = "quire.notes", "quire.places"  # keys in a context's ``meta``
 _SWITCHED: Mapping[str, bool] = MappingProxyType(
     {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 )
-_GIB_NUMBER = re.compile(r"\d{1,4}(\.\d+)?")  # as vLLM writes sizes; in bytes it would be nothing
+_GIB_NUMBER = re.compile(r"\d{1,4}(\.\d+)?")  # as vLLM writes sizes in GiB
 _THOUSANDS = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
 
 Rewrite: TypeAlias = Callable[[str, "Translation"], list[str]]
@@ -30,24 +30,26 @@ Rewrite: TypeAlias = Callable[[str, "Translation"], list[str]]
 
 @dataclass(slots=True)
 class Translation:
-    """Arguments for Quire, and what was changed in them."""
+    """Arguments for Quire, and notes on what was changed in them."""
 
-    given: frozenset[str] = frozenset()  # flags of the whole line
+    given: frozenset[str] = frozenset()  # all flags of the line
     arguments: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def note(self, was: str, *now: str) -> list[str]:
-        """Say what something was taken for. Returns: that."""
-        self.notes.append(f"{was} is taken for {' '.join(now)}")
+        """Add a note that ``was`` is read as ``now``. Returns: the words of ``now``."""
+        self.notes.append(f"{was} is read as {' '.join(now)}")
         return list(now)
 
 
 def translate(
     arguments: list[str], own: Mapping[str, bool], beside: frozenset[str] = frozenset()
 ) -> Translation:
-    """``own`` are Quire's flags, and whether each takes a value; ``beside`` others are given.
+    """Translate arguments; ``own`` has Quire's flags and whether each takes a value.
 
-    Raises: ConfigError for a flag that neither has, and for one that cannot be honoured.
+    ``beside`` are further flags that are set elsewhere, as in a file of options.
+
+    Raises: ConfigError for an unknown flag, and for one that Quire cannot honour.
     """
     split = list(_split(arguments, own))
     done = Translation(given=beside.union(flag for flag, _, _ in split if flag))
@@ -64,7 +66,7 @@ def translate(
 def _split(
     arguments: list[str], own: Mapping[str, bool]
 ) -> Iterator[tuple[str, str | None, list[str]]]:
-    """Each flag with its value, and the words that say so here; for other words no flag."""
+    """Yield each flag, its value, and both as Quire spells them; other words have no flag."""
     left = list(arguments)
     while left:
         word = left.pop(0)
@@ -83,18 +85,18 @@ def _split(
             yield flag, value, [f"{flag}={value}"]
         elif takes:
             if not left:
-                yield "", None, [flag]  # the parser says what is missing
+                yield "", None, [flag]  # the parser reports the missing value
                 return
             value = left.pop(0)
             yield flag, value, [flag, value]
-        else:  # a switch of vLLM's, which was once written with a value too
+        else:  # a switch of vLLM, which older versions wrote with a value
             foreign = flag in _BY_FLAG and left and left[0].lower() in ("true", "false")
             value = left.pop(0).lower() if foreign else "true"
             yield flag, value, [flag]
 
 
 def _known(flag: str, own: Mapping[str, bool]) -> str:
-    """As it is spelled here. Raises: ConfigError with the nearest name."""
+    """Return a flag as Quire spells it. Raises: ConfigError with the nearest name."""
     dashed = "--" + flag[2:].replace("_", "-") if flag.startswith("--") else flag
     known = {*own, *REWRITES, *_BY_FLAG}
     if dashed in known:
@@ -104,7 +106,7 @@ def _known(flag: str, own: Mapping[str, bool]) -> str:
 
 
 def _said(row: Foreign, flag: str, value: str | None) -> str:
-    """What to say of it. Raises: ConfigError where it would have to change something."""
+    """Return a note on a flag that has no effect. Raises: ConfigError if it would need one."""
     if row.switch:
         is_on = (value != "false") != flag.startswith("--no-")
         value, shown = ("on" if is_on else "off"), flag
@@ -113,13 +115,13 @@ def _said(row: Foreign, flag: str, value: str | None) -> str:
     if row.harmless is not None and value not in row.harmless:
         if row.harmless and not row.switch:
             others = " or ".join(row.harmless)
-            raise ConfigError(f"{shown} cannot be honoured: {row.here} (it may be {others})")
-        raise ConfigError(f"{shown} cannot be honoured: {row.here}")
-    return f"{shown} changes nothing: {row.here}"
+            raise ConfigError(f"{shown} is not supported: {row.here} (accepted values: {others})")
+        raise ConfigError(f"{shown} is not supported: {row.here}")
+    return f"{shown} has no effect: {row.here}"
 
 
 def _utilization(value: str, done: Translation) -> list[str]:
-    """Of vLLM's rule; bytes that are given count before any rule, there as here."""
+    """Choose vLLM's rule for its flag; a size in bytes overrides any rule, as in vLLM."""
     rule = () if "--budget" in done.given else ("--budget", "vllm")
     return done.note(f"--gpu-memory-utilization {value}", *rule, "--memory-utilization", value)
 
@@ -135,7 +137,7 @@ def _offloading(value: str, done: Translation) -> list[str]:
 
 
 def _tokens(flag: str) -> Rewrite:
-    """A number that may end in k or K, as vLLM has it: a thousand, or 1024."""
+    """Read numbers that end in k (1000) or K (1024), as vLLM does."""
 
     def rewrite(value: str, done: Translation) -> list[str]:
         if flag == "--max-model-len" and value in ("auto", "-1"):
@@ -152,30 +154,22 @@ def _tokens(flag: str) -> Rewrite:
 
 
 def _words(flag: str, here: str, words: Mapping[str, str]) -> Rewrite:
+    """Rename a flag and its values."""
+
     def rewrite(value: str, done: Translation) -> list[str]:
         now = words.get(value, value)
-        return (
-            [flag, value]
-            if (flag, now) == (here, value)
-            else done.note(f"{flag} {value}", here, now)
-        )
+        if (flag, now) == (here, value):
+            return [flag, value]
+        return done.note(f"{flag} {value}", here, now)
 
     return rewrite
 
 
-def _model(value: str, done: Translation) -> list[str]:
-    return [value]
-
-
-def _quiet(value: str, done: Translation) -> list[str]:
-    return done.note("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning")
-
-
-# Flags that become others. Each takes a value, but for the switches.
+# Flags that are rewritten. Each of them takes a value, except the switches.
 SWITCHES = frozenset({"--disable-uvicorn-access-log"})
 REWRITES: Mapping[str, Rewrite] = MappingProxyType(
     {
-        "--model": _model,
+        "--model": lambda value, _: [value],
         "--gpu-memory-utilization": _utilization,
         "--device-memory-utilization": _utilization,
         "--swap-space": _swap_space,
@@ -187,7 +181,9 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "-tp": _words("-tp", "--tensor-parallel-size", {}),
         "--max-model-len": _tokens("--max-model-len"),
         "--max-num-batched-tokens": _tokens("--max-num-batched-tokens"),
-        "--disable-uvicorn-access-log": _quiet,
+        "--disable-uvicorn-access-log": lambda _, done: done.note(
+            "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"
+        ),
     }
 )
 
@@ -205,12 +201,13 @@ _BY_FLAG: Mapping[str, Foreign] = MappingProxyType(
 
 
 class VllmCommand(TyperCommand):
-    """A command that also understands vLLM's flags, and a file of them.
+    """A command that also takes vLLM's flags, and a file of options.
 
-    Notes, and the places in the file, are in the context's ``meta``.
+    The context's ``meta`` has the notes, and the place of each option in the file.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Translate the line and the file that it names, and parse the result."""
         parameters = {
             name: parameter
             for parameter in self.get_params(ctx)
@@ -235,7 +232,7 @@ class VllmCommand(TyperCommand):
         return parsed
 
     def invoke(self, ctx: Any) -> Any:
-        """Raises: ConfigError with the place in the file, if it is about an option of that."""
+        """Run the command. Raises: ConfigError, with its place for an option of the file."""
         try:
             return super().invoke(ctx)
         except ConfigError as error:
@@ -247,17 +244,17 @@ class VllmCommand(TyperCommand):
 
 @dataclass(slots=True)
 class Filed:
-    """What a file of options comes to."""
+    """What a file of options adds to the command line."""
 
     arguments: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    places: dict[str, str] = field(default_factory=dict)  # option → where the file has it
+    places: dict[str, str] = field(default_factory=dict)  # option → file and line
 
 
 def _filed(
     ctx: Any, file: str, parameters: Mapping[str, Any], own: Mapping[str, bool], given: set[str]
 ) -> Filed:
-    """A file's options that the command line does not have (``given``). Raises: ConfigError."""
+    """Return a file's options, without those in ``given``. Raises: ConfigError."""
     filed, entries = Filed(), read_entries(file)
     together = frozenset(entry.flag for entry in entries)
     for entry in entries:
@@ -281,7 +278,7 @@ def _filed(
 
 
 def _spelled(entry: Entry, parameters: Mapping[str, Any], own: Mapping[str, bool]) -> list[str]:
-    """An entry as words of a command line. Raises: ConfigError."""
+    """Return an entry as words of a command line. Raises: ConfigError."""
     if entry.flag == "--config":
         raise ConfigError("a file cannot name another one")
     flag = "--model" if entry.flag == "--model" else _known(entry.flag, own)
@@ -290,7 +287,7 @@ def _spelled(entry: Entry, parameters: Mapping[str, Any], own: Mapping[str, bool
     if not all(values):
         raise ConfigError("it has no value")
     if flag == "--model" and values[0].startswith("-"):
-        raise ConfigError(f"{values[0]!r} is no folder and no name")
+        raise ConfigError(f"{values[0]!r} is neither a folder nor a name")
     if not _takes_value(flag, own):
         turned = _SWITCHED.get(values[0].lower()) if entry.value == values[0] else None
         if turned is None:
@@ -299,7 +296,7 @@ def _spelled(entry: Entry, parameters: Mapping[str, Any], own: Mapping[str, bool
     if flag in own and isinstance(entry.value, list) and not getattr(parameter, "multiple", False):
         raise ConfigError("it takes one value, not a list")
     if flag not in own and flag not in REWRITES and isinstance(entry.value, list):
-        return [flag, json.dumps(values)]  # as vLLM has lists on a command line
+        return [flag, json.dumps(values)]  # vLLM's form of a list on a command line
     return [word for value in values for word in (flag, value)]
 
 
@@ -310,7 +307,7 @@ def _takes_value(flag: str, own: Mapping[str, bool]) -> bool:
 
 
 def _turned_off(flag: str, parameter: Any) -> list[str]:
-    """A switch that is false in a file. Raises: ConfigError for one that has no other side."""
+    """Return the words for a switch that a file sets to false. Raises: ConfigError if none do."""
     if parameter is None:
         return [] if flag in SWITCHES else [flag, "false"]
     others = parameter.secondary_opts if flag in parameter.opts else parameter.opts
@@ -320,6 +317,6 @@ def _turned_off(flag: str, parameter: Any) -> list[str]:
 
 
 def notes_of(context: typer.Context) -> tuple[str, ...]:
-    """What was changed in a command line."""
+    """Return the notes on a translated command line."""
     notes: tuple[str, ...] = context.meta.get(NOTES, ())
     return notes

@@ -1,272 +1,239 @@
-"""vLLM's flags that Quire does not have: what each means here. Data only; ``vllm`` reads it.
+"""List vLLM's flags that Quire does not have, and what is true here instead. ``vllm`` reads it.
 
-Flags of the same name and meaning are in no table: they are Quire's own.
+A flag of the same name and meaning is in no table: it is Quire's own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """A flag that changes nothing here: said where that is harmless, refused where it is not.
+    """A flag without an effect: accepted with a note for harmless values, refused for others.
 
-    A switch has the value "on", or "off" as ``--no-…``.
+    A switch has the value "on", or "off" in its form ``--no-…``.
     """
 
     flag: str
-    here: str  # what is so instead: said, or the reason of a refusal
-    harmless: tuple[str, ...] | None = ()  # values that may be given; None: all
+    here: str  # what is true here instead: the note, or the reason of a refusal
+    harmless: tuple[str, ...] | None = ()  # accepted values; None: all
     switch: bool = False
     short: tuple[str, ...] = ()
 
 
 ANY = None
 
+
+def _flags(
+    here: str, *flags: str, harmless: tuple[str, ...] | None = (), switch: bool = False
+) -> Iterator[Foreign]:
+    """Make a row for each flag; its short names stand behind it, as in "--nnodes -n"."""
+    for names in flags:
+        flag, *short = names.split()
+        yield Foreign(flag=flag, here=here, harmless=harmless, switch=switch, short=tuple(short))
+
+
+def _switches(here: str, *flags: str, harmless: tuple[str, ...] | None = ()) -> Iterator[Foreign]:
+    return _flags(here, *flags, harmless=harmless, switch=True)
+
+
+_ON, _OFF = ("on",), ("off",)
+_NO_LOG = "prompts are in no log"
+_NO_CODE = "no code from outside the package runs in the server"
+_OWN_FILES = "a model's folder has its own: change it there"
+
 FOREIGN: tuple[Foreign, ...] = (
     # -- one model, on one machine
-    *(
-        Foreign(flag=flag, harmless=("1",), here="heads are divided, and nothing else", short=short)
-        for flag, short in (
-            ("--pipeline-parallel-size", ("-pp",)),
-            ("--data-parallel-size", ("-dp",)),
-            ("--decode-context-parallel-size", ("-dcp",)),
-            ("--nnodes", ("-n",)),
-        )
+    *_flags(
+        "only heads are divided",
+        *("--pipeline-parallel-size -pp", "--data-parallel-size -dp"),
+        *("--decode-context-parallel-size -dcp", "--nnodes -n"),
+        harmless=("1",),
     ),
-    Foreign(
-        flag="--enable-expert-parallel", switch=True, here="heads are divided, and nothing else"
-    ),
-    Foreign(
-        flag="--distributed-executor-backend",
+    *_switches("only heads are divided", "--enable-expert-parallel"),
+    *_flags(
+        "ranks are processes of this machine",
+        "--distributed-executor-backend",
         harmless=("mp", "uni"),
-        here="ranks are processes of this machine",
     ),
-    Foreign(
-        flag="--api-server-count", harmless=("1",), short=("-asc",), here="one process answers"
-    ),
-    Foreign(flag="--headless", switch=True, here="the engine and its API are one process"),
-    Foreign(flag="--disable-custom-all-reduce", switch=True, harmless=ANY, here="there is none"),
-    Foreign(
-        flag="--cpu-offload-gb",
+    *_flags("one process answers", "--api-server-count -asc", harmless=("1",)),
+    *_switches("the engine and its API are one process", "--headless"),
+    *_switches("there is none", "--disable-custom-all-reduce", harmless=ANY),
+    *_flags(
+        "weights that do not fit on a GPU stay in CPU memory",
+        "--cpu-offload-gb",
         harmless=("0", "0.0"),
-        here="what a GPU has no room for stays in CPU memory",
     ),
     # -- how a step is computed
-    Foreign(
-        flag="--compilation-config",
+    *_flags("torch compiles nothing here", "--compilation-config -cc -O", harmless=ANY),
+    *_flags(
+        "CUDA graphs are captured up to --max-num-seqs",
+        *("--max-seq-len-to-capture", "--cuda-graph-sizes"),
         harmless=ANY,
-        short=("-cc", "-O"),
-        here="torch compiles nothing here",
     ),
-    *(
-        Foreign(flag=flag, harmless=ANY, here="CUDA graphs are captured up to --max-num-seqs")
-        for flag in ("--max-seq-len-to-capture", "--cuda-graph-sizes")
-    ),
-    Foreign(
-        flag="--enable-chunked-prefill",
-        switch=True,
-        harmless=("on",),
-        here="a prompt is always computed in chunks of --max-num-batched-tokens; raise that to "
+    *_switches(
+        "a prompt is always computed in chunks of --max-num-batched-tokens; raise that to "
         "--max-model-len to have each in one",
+        "--enable-chunked-prefill",
+        harmless=_ON,
     ),
-    *(
-        Foreign(
-            flag=flag,
-            harmless=harmless,
-            here="--max-num-batched-tokens bounds what all prompts take of a step",
-        )
-        for flag, harmless in (
-            ("--long-prefill-token-threshold", ("0",)),
-            ("--max-num-partial-prefills", ("1",)),
-            ("--max-long-partial-prefills", ("1",)),
-        )
+    *_flags(
+        "--max-num-batched-tokens bounds the tokens of all prompts in a step",
+        "--long-prefill-token-threshold",
+        harmless=("0",),
     ),
-    Foreign(
-        flag="--async-scheduling",
-        switch=True,
+    *_flags(
+        "--max-num-batched-tokens bounds the tokens of all prompts in a step",
+        *("--max-num-partial-prefills", "--max-long-partial-prefills"),
+        harmless=("1",),
+    ),
+    *_switches(
+        "a step is planned in microseconds, between two others",
+        "--async-scheduling",
         harmless=ANY,
-        here="a step is planned in microseconds, between two others",
     ),
-    Foreign(flag="--num-scheduler-steps", harmless=("1",), here="each step is planned"),
-    Foreign(flag="--scheduler-delay-factor", harmless=("0", "0.0"), here="no prompt is delayed"),
-    Foreign(
-        flag="--preemption-mode",
+    *_flags("each step is planned", "--num-scheduler-steps", harmless=("1",)),
+    *_flags("no prompt is delayed", "--scheduler-delay-factor", harmless=("0", "0.0")),
+    *_flags(
+        "a preempted sequence is computed again; with --swap-space it is swapped where that is "
+        "faster",
+        "--preemption-mode",
         harmless=("recompute",),
-        here="a sequence that makes room computes again; with --swap-space it is swapped where "
-        "that is faster",
     ),
     # -- the cache
-    Foreign(
-        flag="--prefix-caching-hash-algo",
-        here="prefixes are found by their token ids, not by a hash: there is none to choose "
-        "(docs/decisions/0006)",
+    *_flags(
+        "prefixes are found by their token ids, without a hash (docs/decisions/0006)",
+        "--prefix-caching-hash-algo",
     ),
-    Foreign(
-        flag="--calculate-kv-scales", switch=True, harmless=ANY, here="each entry has its scale"
+    *_switches("each entry has its scale", "--calculate-kv-scales", harmless=ANY),
+    *_switches("windows are as the model has them", "--disable-sliding-window"),
+    *_switches(
+        "each group of layers keeps only what it needs",
+        "--disable-hybrid-kv-cache-manager",
+        harmless=_OFF,
     ),
-    Foreign(flag="--disable-sliding-window", switch=True, here="windows are as the model has them"),
-    Foreign(
-        flag="--disable-hybrid-kv-cache-manager",
-        switch=True,
-        harmless=("off",),
-        here="groups of layers keep what each of them needs",
-    ),
-    Foreign(flag="--use-v2-block-manager", switch=True, harmless=ANY, here="there is one pool"),
-    Foreign(
-        flag="--kv-offloading-backend",
+    *_switches("there is one pool", "--use-v2-block-manager", harmless=ANY),
+    *_flags(
+        "swapped sequences are in memory, or in a file at --swap-path",
+        "--kv-offloading-backend",
         harmless=("native",),
-        here="swapped sequences lie in memory, or in a file at --swap-path",
     ),
-    Foreign(flag="--kv-transfer-config", here="the cache is this process's own"),
-    Foreign(flag="--kv-events-config", here="blocks are announced to no other process"),
-    Foreign(
-        flag="--enable-sleep-mode",
-        switch=True,
+    *_flags("the cache belongs to this process alone", "--kv-transfer-config"),
+    *_flags("blocks are announced to no other process", "--kv-events-config"),
+    *_switches(
+        "POST /sleep always works with an admin key, and an idle cache returns its memory by "
+        "itself",
+        "--enable-sleep-mode",
         harmless=ANY,
-        here="POST /sleep is there in any case, with an admin key; and an idle cache gives its "
-        "memory back by itself",
     ),
     # -- what is loaded
-    Foreign(
-        flag="--trust-remote-code",
-        switch=True,
-        harmless=("off",),
-        here="Quire never runs code from a model's folder",
+    *_switches("Quire never runs code from a model's folder", "--trust-remote-code", harmless=_OFF),
+    *_switches(
+        "a request cannot bring a template: --chat-template is the operator's",
+        "--trust-request-chat-template",
     ),
-    Foreign(
-        flag="--trust-request-chat-template",
-        switch=True,
-        here="a request brings no template: --chat-template is the operator's",
+    *_flags("safetensors, or .bin", "--load-format", harmless=("auto", "hf", "safetensors")),
+    *_flags("Transformers' own code", "--model-impl", harmless=("auto", "transformers")),
+    *_flags(
+        "models generate text, and decoders embed it",
+        "--runner",
+        harmless=("auto", "generate", "pooling"),
     ),
-    Foreign(
-        flag="--load-format", harmless=("auto", "hf", "safetensors"), here="safetensors, or .bin"
+    *_flags(
+        "models generate text, and decoders embed it",
+        "--task",
+        harmless=("auto", "generate", "embed", "embedding"),
     ),
-    Foreign(flag="--model-impl", harmless=("auto", "transformers"), here="Transformers' own code"),
-    *(
-        Foreign(flag=flag, harmless=harmless, here="models generate text, and decoders embed it")
-        for flag, harmless in (
-            ("--runner", ("auto", "generate", "pooling")),
-            ("--task", ("auto", "generate", "embed", "embedding")),
-            ("--convert", ("auto", "none", "embed")),
-        )
+    *_flags(
+        "models generate text, and decoders embed it",
+        "--convert",
+        harmless=("auto", "none", "embed"),
     ),
-    Foreign(flag="--config-format", harmless=("auto", "hf"), here="config.json is read"),
-    Foreign(flag="--tokenizer-mode", harmless=("auto", "hf"), here="Transformers' tokenizer"),
-    *(
-        Foreign(flag=flag, here="a model's folder brings its own; change it there")
-        for flag in (
-            *("--tokenizer", "--hf-config-path", "--hf-overrides", "--rope-scaling"),
-            "--rope-theta",
-        )
+    *_flags("config.json is read", "--config-format", harmless=("auto", "hf")),
+    *_flags("Transformers' tokenizer", "--tokenizer-mode", harmless=("auto", "hf")),
+    *_flags(
+        _OWN_FILES,
+        *("--tokenizer", "--hf-config-path", "--hf-overrides", "--rope-scaling", "--rope-theta"),
     ),
-    *(
-        Foreign(flag=flag, here="fetch that revision into a folder, and name the folder")
-        for flag in ("--revision", "--code-revision", "--tokenizer-revision")
+    *_flags(
+        "download that revision to a folder, and name the folder",
+        *("--revision", "--code-revision", "--tokenizer-revision"),
     ),
-    Foreign(flag="--hf-token", here="set HF_TOKEN in the environment"),
-    Foreign(flag="--download-dir", here="set HF_HOME in the environment"),
-    *(
-        Foreign(flag=flag, switch=switch, here="adapters are not there yet")
-        for flag, switch in (
-            *(("--enable-lora", True), ("--lora-modules", False), ("--max-loras", False)),
-            ("--max-lora-rank", False),
-        )
-    ),
-    Foreign(flag="--limit-mm-per-prompt", harmless=ANY, here="prompts are text"),
+    *_flags("set HF_TOKEN in the environment", "--hf-token"),
+    *_flags("set HF_HOME in the environment", "--download-dir"),
+    *_switches("adapters are not supported yet", "--enable-lora"),
+    *_flags("adapters are not supported yet", "--lora-modules", "--max-loras", "--max-lora-rank"),
+    *_flags("prompts are text", "--limit-mm-per-prompt", harmless=ANY),
     # -- code from elsewhere
-    *(
-        Foreign(flag=flag, here="no code from elsewhere runs in the server")
-        for flag in (
-            *("--middleware", "--logits-processors", "--logits-processor-pattern"),
-            *("--tool-parser-plugin", "--reasoning-parser-plugin", "--tool-server"),
-        )
+    *_flags(
+        _NO_CODE,
+        *("--middleware", "--logits-processors", "--logits-processor-pattern"),
+        *("--tool-parser-plugin", "--reasoning-parser-plugin", "--tool-server"),
     ),
     # -- requests and answers
-    Foreign(
-        flag="--enable-prompt-tokens-details",
-        switch=True,
-        harmless=("on",),
-        here="usage always says how many tokens of the prompt were cached",
+    *_switches(
+        "usage always has the number of cached prompt tokens",
+        "--enable-prompt-tokens-details",
+        harmless=_ON,
     ),
-    Foreign(
-        flag="--enable-auto-tool-choice",
-        switch=True,
-        harmless=("on",),
-        here="tool_choice auto is there as soon as --tool-call-parser says how to read the calls",
+    *_switches(
+        "tool_choice auto works as soon as --tool-call-parser names a parser",
+        "--enable-auto-tool-choice",
+        harmless=_ON,
     ),
-    Foreign(
-        flag="--enable-force-include-usage",
-        switch=True,
-        harmless=("off",),
-        here="a stream says its usage when stream_options asks for it",
+    *_switches(
+        "a stream has its usage if stream_options asks for it",
+        "--enable-force-include-usage",
+        harmless=_OFF,
     ),
-    Foreign(flag="--response-role", harmless=("assistant",), here="answers are the assistant's"),
-    Foreign(
-        flag="--chat-template-content-format",
+    *_flags("answers are the assistant's", "--response-role", harmless=("assistant",)),
+    *_flags(
+        "the template's own format is detected",
+        "--chat-template-content-format",
         harmless=("auto",),
-        here="the template's own form is found",
     ),
-    Foreign(
-        flag="--default-chat-template-kwargs", here="a request brings its chat_template_kwargs"
+    *_flags("a request has its own chat_template_kwargs", "--default-chat-template-kwargs"),
+    *_flags(
+        "give --generation-config a folder with the generation_config.json you want",
+        "--override-generation-config",
     ),
-    Foreign(
-        flag="--override-generation-config",
-        here="give --generation-config a folder with the generation_config.json you want",
-    ),
-    *(
-        Foreign(flag=flag, harmless=("auto", "guidance", "llguidance"), here="llguidance is used")
-        for flag in ("--guided-decoding-backend", "--structured-outputs-config.backend")
+    *_flags(
+        "llguidance is used",
+        *("--guided-decoding-backend", "--structured-outputs-config.backend"),
+        harmless=("auto", "guidance", "llguidance"),
     ),
     # -- logs
-    Foreign(
-        flag="--enable-log-requests",
-        switch=True,
-        harmless=("off",),
-        here="prompts are in no log; a line a request is, with --uvicorn-log-level info",
+    *_switches(
+        "prompts are in no log; --uvicorn-log-level info logs a line per request",
+        "--enable-log-requests",
+        harmless=_OFF,
     ),
-    Foreign(
-        flag="--disable-log-requests", switch=True, harmless=("on",), here="prompts are in no log"
-    ),
-    Foreign(
-        flag="--enable-log-outputs", switch=True, harmless=("off",), here="answers are in no log"
-    ),
-    Foreign(flag="--max-log-len", harmless=ANY, here="prompts are in no log"),
-    Foreign(flag="--log-config-file", here="logs go to standard error: --uvicorn-log-level"),
-    Foreign(
-        flag="--enable-server-load-tracking",
-        switch=True,
+    *_switches(_NO_LOG, "--disable-log-requests", harmless=_ON),
+    *_switches("answers are in no log", "--enable-log-outputs", harmless=_OFF),
+    *_flags(_NO_LOG, "--max-log-len", harmless=ANY),
+    *_flags("logs go to standard error: --uvicorn-log-level", "--log-config-file"),
+    *_switches(
+        "GET /load always works with an admin key; /metrics has more",
+        "--enable-server-load-tracking",
         harmless=ANY,
-        here="GET /load is there in any case, with an admin key; /metrics has more",
     ),
-    Foreign(flag="--show-hidden-metrics-for-version", harmless=ANY, here="no metric is hidden"),
-    Foreign(flag="--collect-detailed-traces", here="traces are as detailed as they are"),
+    *_flags("no metric is hidden", "--show-hidden-metrics-for-version", harmless=ANY),
+    *_flags("traces have one level of detail", "--collect-detailed-traces"),
     # -- HTTP
-    *(
-        Foreign(flag=flag, harmless=('["*"]', "*"), here="any is let through")
-        for flag in ("--allowed-methods", "--allowed-headers")
+    *_flags("all are allowed", "--allowed-methods", "--allowed-headers", harmless=('["*"]', "*")),
+    *_switches("clients send a key, never a cookie", "--allow-credentials", harmless=_OFF),
+    *_flags("let a proxy check clients' certificates", "--ssl-cert-reqs", harmless=("0",)),
+    *_flags("let a proxy check clients' certificates", "--ssl-ca-certs"),
+    *_switches(
+        "certificates are read at the start; let a proxy renew them",
+        "--enable-ssl-refresh",
+        harmless=_OFF,
     ),
-    Foreign(
-        flag="--allow-credentials",
-        switch=True,
-        harmless=("off",),
-        here="clients send a key, never a cookie",
-    ),
-    Foreign(
-        flag="--ssl-cert-reqs", harmless=("0",), here="let a proxy ask for clients' certificates"
-    ),
-    Foreign(flag="--ssl-ca-certs", here="let a proxy ask for clients' certificates"),
-    Foreign(
-        flag="--enable-ssl-refresh",
-        switch=True,
-        harmless=("off",),
-        here="certificates are read at the start; let a proxy renew them",
-    ),
-    Foreign(flag="--disable-fastapi-docs", switch=True, harmless=ANY, here="FastAPI is not used"),
+    *_switches("FastAPI is not used", "--disable-fastapi-docs", harmless=ANY),
 )
 
-# Ours, for a value of vLLM's flag that is a word of its own.
+# Quire's words for values of vLLM's flags.
 STRATEGY_WORDS: Mapping[str, str] = MappingProxyType(
     {"prealloc": "contiguous", "grow": "growing", "vmem": "virtual"}
 )

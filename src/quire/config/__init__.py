@@ -1,7 +1,7 @@
-"""Every option, once: ``EngineConfig`` for an engine, ``ServerConfig`` for what serves it.
+"""Define every option once: ``EngineConfig`` for an engine, ``ServerConfig`` for a server.
 
-Names are vLLM's where vLLM has one. A flag or an argument counts before the environment
-(``QUIRE_BLOCK_SIZE=32``), and that before the default. No other room touches the environment.
+Options have vLLM's names where vLLM has one. A flag or an argument overrides the environment
+(``QUIRE_BLOCK_SIZE=32``), which overrides the default. No other room reads the environment.
 """
 
 from quire.config.engine_config import KV_CACHE_DTYPES, EngineConfig, SpeculativeConfig

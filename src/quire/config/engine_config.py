@@ -1,4 +1,4 @@
-"""``EngineConfig``: the options of an engine. Command-line flags are made from its fields."""
+"""Define the options of an engine. Command-line flags are made from the fields."""
 
 import json
 import logging
@@ -16,24 +16,23 @@ from quire.kv import DEFAULT_POLICY, EVICTION_POLICIES, STRATEGIES
 from quire.memory.budget import BUDGETS
 from quire.units import parse_bytes
 
-# -- speculative -----------------------------------------------------------------------------------
-
-# ``SpeculativeConfig``: how tokens are guessed ahead.
+# -- speculative decoding --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are guessed ahead; names are vLLM's.
+    """Options of speculative decoding, with vLLM's names.
 
-    ``ngram`` looks up what followed the last time that a sequence's own tokens read like this, over
-    the longest n-gram of ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens. ``draft_model``
-    asks a smaller ``model`` of the same vocabulary: a folder, a hub name, or a model in memory.
+    ``ngram`` drafts the tokens that followed the last occurrence of the longest n-gram at the end
+    of the sequence, of ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens. ``draft_model``
+    drafts with a smaller ``model`` of the same vocabulary: a folder, a hub name, or a model in
+    memory.
 
-    Raises: ConfigError naming the option, its value and its limit.
+    Raises: ConfigError with the option, its value and its limit.
     """
 
-    method: str | None = None  # None: draft_model where there is a model, else ngram
-    num_speculative_tokens: int = 4  # at most
+    method: str | None = None  # None: draft_model if there is a model, else ngram
+    num_speculative_tokens: int = 4  # most drafts per step
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
     model: Any = None
@@ -56,7 +55,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: Any) -> "SpeculativeConfig | None":
-        """From a JSON object, as text or as a mapping. Raises: ConfigError."""
+        """Parse a JSON object, as text or as a mapping. Raises: ConfigError."""
         if given is None or isinstance(given, cls):
             return given
         if isinstance(given, str):
@@ -73,15 +72,15 @@ class SpeculativeConfig:
         return cls(**given)
 
 
-# -- engine ----------------------------------------------------------------------------------------
-
+# -- the engine ------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
-# How keys and values may be kept: the names are vLLM's (but for float32), with what a layer spec
-# calls each. None: as the model has them.
+ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "sdpa", "reference")
+# vLLM's names of the dtypes for keys and values (and float32) → a layer spec's name. None: the
+# model's own dtype.
 KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
     {
         "auto": None,
@@ -97,106 +96,100 @@ KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How an engine is built. Raises: ConfigError naming the option, its value and its limit."""
+    """Options of an engine. Raises: ConfigError with the option, its value and its limit."""
 
     device: str = option(
         "auto",
-        "Where the model runs: auto (where it lies; else a GPU if one can be used), cpu, cuda, "
+        "Device of the model: auto (a loaded model's own, else a GPU if there is one), cpu, cuda, "
         "cuda:1.",
     )
     dtype: str = option(
-        "auto", "Weights and KV: auto (the checkpoint's), float32, bfloat16, float16."
+        "auto", "Dtype of weights and KV: auto (the checkpoint's), float32, bfloat16, float16."
     )
     quantization: str | None = option(
         None,
-        "int8 keeps the weights of linear layers in eight bits (needs quire[int8]).",
+        "int8 stores the weights of linear layers in eight bits (needs quire[int8]).",
         short=("-q",),
     )
-    kv_cache_dtype: str = option(
-        "auto", f"How keys and values are kept, auto as they are: {', '.join(KV_CACHE_DTYPES)}."
-    )
-    cache: str = option(
-        "paged",
-        f"KV-cache strategy: {', '.join(STRATEGIES.own_names)}, or one that a package adds.",
-    )
+    kv_cache_dtype: str = option("auto", f"Dtype of keys and values: {', '.join(KV_CACHE_DTYPES)}.")
+    cache: str = option("paged", f"KV-cache strategy: {', '.join(STRATEGIES)}.")
     attention_backend: str = option(
         "auto",
-        "What computes attention: auto (the fastest that can), cpu (own kernels), flashinfer or "
-        "triton (on a GPU; the latter are our own), sdpa (torch), reference (slow, float64), or a "
-        "backend of another package.",
+        "Backend of attention: auto (the fastest that supports the model), cpu (Quire's kernels), "
+        "flashinfer or triton (GPU; triton has Quire's kernels), sdpa (torch), reference (slow, "
+        "float64).",
         panel=ADVANCED,
     )
     enforce_eager: bool = option(
         False,
-        "Compute each step anew, and all of it in one order: no CUDA graphs, no copies of grown "
-        "buffers beside the steps of a GPU, and nothing recorded on a CPU.",
+        "Run each step eagerly and in one order: no CUDA graphs, no copies of growing buffers "
+        "beside a GPU's steps, and no recorded passes on a CPU.",
         panel=ADVANCED,
     )
     max_model_len: int | None = option(
-        None, "Longest sequence in tokens, prompt included. Default: the model's own."
+        None, "Context: most tokens of a sequence with its prompt. Default: the model's own."
     )
-    max_num_seqs: int = option(64, "Sequences that may run at once.")
+    max_num_seqs: int = option(64, "Most sequences that run at once.")
     max_num_batched_tokens: int = option(
-        512, "Tokens computed in one step, all sequences together."
+        512, "Most tokens computed in one step, of all sequences together."
     )
-    block_size: int = option(16, "Tokens in a block (paged, virtual).", panel=ADVANCED)
+    block_size: int = option(16, "Tokens per block (paged, virtual).", panel=ADVANCED)
     enable_prefix_caching: bool = option(
         True,
-        "Keep what has been computed, for prompts that begin alike (paged, virtual). Without, "
-        "virtual has a layout that is read faster.",
+        "Cache blocks of earlier prompts for prompts with the same prefix (paged, virtual). "
+        "Without it, virtual has a layout that attention reads faster.",
     )
     prefix_caching_policy: str = option(
         DEFAULT_POLICY,
-        "What of it goes first when room is needed: choice, lru, lru-2, or a policy of another "
-        "package.",
+        f"Eviction policy of the prefix cache: {', '.join(POLICIES)}.",
         panel=ADVANCED,
     )
     watermark: float = option(
         0.01,
-        "Share of the KV memory that a newcomer leaves free while others run.",
+        "Share of the KV memory that stays free when a sequence is admitted beside others.",
         panel=ADVANCED,
     )
     scheduling_policy: str = option(
         "fcfs",
-        "Who goes first: fcfs (who came first), priority (smaller numbers, which others make room "
-        "for), shortest (what may become the shortest).",
+        "Order of requests: fcfs (first come, first served), priority (smaller numbers first; they "
+        "preempt others), shortest (shortest possible length first).",
     )
     swap_space: int = option(
         0,
-        "Memory for sequences that make room, e.g. 4GiB (vLLM counts in GiB). Without, or where it "
-        "takes longer, they compute their tokens again.",
+        "Memory to swap preempted sequences to, e.g. 4GiB (vLLM counts in GiB). Without it, or "
+        "where swapping is slower, they are computed again.",
         flag_type=str,
         parse=parse_bytes,
     )
     swap_path: str | None = option(
         None,
-        "A folder for a file of that size instead of memory. It has no name while it is used.",
+        "Folder for an unnamed file of that size, to swap to instead of memory.",
         panel=ADVANCED,
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "Ceiling on KV memory, e.g. 2GiB. Default: what --budget allows.",
+        "Size of the KV memory, e.g. 2GiB. Default: as --budget allows.",
         flag_type=str | None,
         parse=parse_bytes,
     )
     budget: str = option(
         "auto",
-        "Rule for that ceiling: auto (what is available, less headroom), vllm, mistralrs, "
-        "llamacpp, fraction. quire doctor shows what each gives here.",
+        "Rule for the size of the KV memory: auto (available memory less headroom), vllm, "
+        "mistralrs, llamacpp, fraction. quire doctor shows what each of them gives here.",
     )
     memory_utilization: float | None = option(
-        None, "Share of the machine that vllm, mistralrs and fraction may take. Default: 0.9."
+        None, "Share of memory that the rules vllm, mistralrs and fraction may take. Default: 0.9."
     )
     memory_mode: Literal["shared", "dedicated"] = option(
         "shared",
-        "Whether other programs need memory here too. What is left to them of the tightest limit: "
+        "Whether other programs share the memory. Headroom left to them of the tightest limit: "
         "shared max(min(4GiB, 1/4), 15 %), dedicated max(2 %, min(512MiB, 1/4)); half of what a "
         "budget in bytes leaves, if that is less.",
         panel=ADVANCED,
     )
     residency: Literal["on-demand", "prefault", "lock"] = option(
         "on-demand",
-        "When KV pages are taken: as tokens come, all at the start, or also locked against swap.",
+        "When KV pages are committed: as tokens come, all at the start, or also locked in memory.",
         panel=ADVANCED,
     )
     memory_provider: str = option(
@@ -206,32 +199,32 @@ class EngineConfig:
     )
     growth: Literal["uniform", "doubling", "staggered"] = option(
         "uniform",
-        "How buffers grow (growing).",
+        "How the buffers of the strategy growing grow.",
         panel=ADVANCED,
     )
     growth_tokens: int = option(
-        256, "Step, first size or base of that growth, in tokens.", panel=ADVANCED
+        256, "Step, first size or base of --growth, in tokens.", panel=ADVANCED
     )
     reserve: Literal["max_model_len", "request"] = option(
         "max_model_len",
-        "What a sequence reserves (contiguous): the longest, or its own maximum.",
+        "What contiguous reserves for a sequence: the full context, or the request's own maximum.",
         panel=ADVANCED,
     )
     speculative_config: SpeculativeConfig | None = option(  # noqa: RUF009 - it makes a field
         None,
-        "Guess tokens ahead, as JSON: "
-        '{"method": "ngram", "num_speculative_tokens": 4} looks them up in the text so far, '
-        '{"model": "folder"} asks a smaller model.',
+        "Speculative decoding, as JSON: "
+        '{"method": "ngram", "num_speculative_tokens": 4} drafts from the text so far, '
+        '{"model": "folder"} with a smaller model.',
         flag_type=str | None,
         parse=SpeculativeConfig.parse,
     )
     tensor_parallel_size: int = option(
         1,
-        "Processes that have a part of each layer and of the KV memory (ranks; on CUDA one a "
-        "device). Bytes are of each of them. Needs quire[tp].",
+        "Processes (ranks) that share each layer and the KV memory; on CUDA one per device. Sizes "
+        "are per rank. Needs quire[tp].",
         short=("--tp", "-tp"),
     )
-    seed: int = option(0, "Seed of requests that bring none.", panel=ADVANCED)
+    seed: int = option(0, "Seed of requests without one.", panel=ADVANCED)
 
     def __post_init__(self) -> None:
         speculative = SpeculativeConfig.parse(self.speculative_config)
@@ -240,7 +233,9 @@ class EngineConfig:
         for name in ("max_num_batched_tokens", "block_size", "growth_tokens"):
             in_range(name, getattr(self, name), 1)
         if self.max_model_len is not None:
-            in_range("max_model_len", self.max_model_len, 2)  # a prompt and a token
+            in_range(
+                "max_model_len", self.max_model_len, 2
+            )  # a token of the prompt, and one generated
         if self.kv_cache_memory_bytes is not None:
             in_range("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**63)
         if not 0 <= self.watermark < 1:
@@ -272,17 +267,17 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
-        """From keyword arguments, else from the environment: ``QUIRE_MAX_NUM_SEQS=8``.
+        """Make a config from keyword arguments and the environment (``QUIRE_MAX_NUM_SEQS=8``).
 
-        An unknown argument is refused with the nearest known name.
+        Raises: ConfigError, for an unknown argument with the nearest known name.
         """
         return read(cls, options, _vllms_space)
 
 
 def _vllms_space(given: set[str]) -> dict[str, EnvironmentValue]:
-    """vLLM's ``VLLM_CPU_KVCACHE_SPACE`` (GiB; 0 is vLLM's default).
+    """Read vLLM's ``VLLM_CPU_KVCACHE_SPACE`` (GiB; 0 is vLLM's default).
 
-    It counts where nothing of Quire's says how much memory to take.
+    It counts only if no option of Quire sizes the KV memory.
     """
     variable = "VLLM_CPU_KVCACHE_SPACE"
     if {"kv_cache_memory_bytes", "budget", "memory_utilization"} & given:

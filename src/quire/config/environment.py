@@ -1,4 +1,4 @@
-"""The environment: what it says of options, and the few other variables that Quire looks at."""
+"""Read the environment: the options that it sets, and a few other variables."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ _SWITCHES: Mapping[str, bool] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentValue:
-    """What a variable says."""
+    """A variable and its parsed value."""
 
     variable: str
     value: Any
@@ -36,12 +36,12 @@ def read(
     options: dict[str, Any],
     others: Callable[[set[str]], dict[str, EnvironmentValue]],
 ) -> Config:
-    """A config from its options, as words or values; what is not there, the environment may say.
+    """Make a config from options, given as text or values, and from the environment.
 
-    ``others`` says what variables that are not called ``QUIRE_*`` say of options that are not among
-    those it gets.
+    ``others`` gets the names that are set, and returns values for more options from variables with
+    other names than ``QUIRE_*``.
 
-    Raises: ConfigError naming the option, or the variable.
+    Raises: ConfigError with the option, or the variable.
     """
     known = {option.name: option for option in fields(config)}  # type: ignore[arg-type]
     for name in options:
@@ -65,13 +65,13 @@ def read(
 
 
 def said(variable: str, parse: Callable[[str], Any]) -> EnvironmentValue | None:
-    """What a variable says; None if it is not set, or empty. Raises: ConfigError naming it."""
+    """Parse a variable; None if it is unset or empty. Raises: ConfigError with its name."""
     text = os.environ.get(variable)
     if not text:
         return None
     if variable == "QUIRE_PORT" and text.startswith("tcp://"):
-        # Kubernetes says so to every container beside a service that is called quire.
-        log.info("QUIRE_PORT=%s is where a service of that name is, and no option", text)
+        # Kubernetes sets it in every container next to a service with the name quire.
+        log.info("QUIRE_PORT=%s is the address of a service and is ignored", text)
         return None
     try:
         return EnvironmentValue(variable=variable, value=parse(text))
@@ -80,12 +80,12 @@ def said(variable: str, parse: Callable[[str], Any]) -> EnvironmentValue | None:
 
 
 def is_empty(variable: str) -> bool:
-    """Whether a variable is set, to nothing."""
+    """Return whether a variable is set and empty."""
     return os.environ.get(variable) == ""
 
 
 def number(text: str, kind: type[float]) -> float:
-    """Raises: ConfigError for what is no finite number of that kind."""
+    """Parse a finite number of a kind. Raises: ConfigError."""
     try:
         value = kind(text)
     except ValueError:
@@ -96,7 +96,7 @@ def number(text: str, kind: type[float]) -> float:
 
 
 def kernel_dir() -> Path | None:
-    """Where compiled kernels are kept, if the user has a place for caches of his own."""
+    """Return the folder for compiled kernels that QUIRE_CACHE_DIR or XDG_CACHE_HOME names."""
     for name, inside in (("QUIRE_CACHE_DIR", "."), ("XDG_CACHE_HOME", "quire")):
         if os.environ.get(name):
             return Path(os.environ[name]) / inside
@@ -104,20 +104,20 @@ def kernel_dir() -> Path | None:
 
 
 def wait_patiently() -> None:
-    """Let idle OpenMP threads sleep instead of spinning, unless the user has said otherwise.
+    """Let idle OpenMP threads sleep instead of spin, unless OMP_WAIT_POLICY is set.
 
-    A small model runs five to ten times slower where spinning threads and other work share the
-    cores. It must be said before torch is imported.
+    A small model runs five to ten times slower when spinning threads share the cores with other
+    work. Call it before torch is imported.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def keep_few_shapes() -> None:
-    """Let torch forget how it multiplied matrices of shapes that do not come again.
+    """Keep torch's caches of matrix products small.
 
-    It keeps 1,024 ways (oneDNN, and as many again in front of it), some of a megabyte. A server
-    meets as many lengths of prompts, and grew by hundreds of megabytes that no ledger knew of. It
-    must be said before torch is imported.
+    By default they keep 1,024 shapes each (oneDNN's, and one in front of it), some of a megabyte. A
+    server meets as many lengths of prompts, and grew by hundreds of megabytes outside its budget.
+    Call it before torch is imported.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
@@ -125,10 +125,10 @@ def keep_few_shapes() -> None:
 
 @contextmanager
 def as_rank(rank: int, loopback: str) -> Iterator[None]:
-    """While it lasts the environment says which of a machine's ranks this process is.
+    """Set this process's rank in the environment, inside the ``with`` block.
 
-    Transformers looks there for the number of the device that it places weights on, and gloo for
-    the network that it meets the others in: ``loopback``, unless the user has named another one.
+    Transformers reads there the number of the device for its weights, and gloo the network
+    interface to the other ranks: ``loopback``, unless GLOO_SOCKET_IFNAME names another one.
     """
     said = {"LOCAL_RANK": str(rank)}
     said["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or loopback
@@ -145,7 +145,7 @@ def as_rank(rank: int, loopback: str) -> Iterator[None]:
 
 
 def names_threads() -> bool:
-    """Whether the user has said with how many threads each process computes."""
+    """Return whether OMP_NUM_THREADS or MKL_NUM_THREADS is set."""
     return bool(os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"))
 
 
@@ -154,7 +154,7 @@ def _named(variable: str, error: ConfigError) -> ConfigError:
 
 
 def _value(option: Any, value: Any) -> Any:
-    """What an argument means; several words are a tuple of what each means."""
+    """Parse an argument; a list of texts becomes a tuple. Raises: ConfigError."""
     parse = option.metadata.get("parse")
     if parse is None:
         return value
@@ -169,7 +169,7 @@ def _value(option: Any, value: Any) -> Any:
 
 
 def _parse(option: Any, text: str) -> Any:
-    """A value of an option's type. Raises: ConfigError."""
+    """Parse a text as an option's type. Raises: ConfigError."""
     kinds = get_args(option.type) or (option.type,)
     if "parse" in option.metadata:
         return option.metadata["parse"](text)

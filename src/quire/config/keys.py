@@ -1,4 +1,4 @@
-"""API keys: how they are written, and to which server a key of the environment is sent."""
+"""Parse API keys, and choose the key for a server."""
 
 import os
 import re
@@ -9,15 +9,15 @@ from urllib.parse import SplitResult, urlsplit
 
 from quire.errors import ConfigError
 
-IS_KEY = re.compile(r"[!-~]+")  # printable ASCII without spaces: what a header can carry unchanged
+IS_KEY = re.compile(r"[!-~]+")  # printable ASCII without spaces, which a header carries unchanged
 _OPENAI_URL = "https://api.openai.com/v1"
 _PORTS = MappingProxyType({"http": 80, "https": 443})
 
 
 def parse_keys(text: str, option: str = "api_key") -> tuple[str, ...]:
-    """One key; or after an @ the path of a file that has one in each line, and # before comments.
+    """Parse a key, or @ and the path of a file with one key per line and # before comments.
 
-    Raises: ConfigError, which shows a path and never a key.
+    Raises: ConfigError, which may show the path and never a key.
     """
     if not text.startswith("@"):
         return (text,)
@@ -25,22 +25,22 @@ def parse_keys(text: str, option: str = "api_key") -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{option}: @{path} cannot be read: {reason}") from None
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"{option}: @{path} has no key in it: write one in each line")
+        raise ConfigError(f"{option}: @{path} has no key: write one per line")
     return keys
 
 
 def key_for(url: str, api_key: str | None = None) -> str | None:
-    """The key to send to a server: the one that is given, else one of the environment.
+    """Return the key for a server: ``api_key``, or one of the environment.
 
-    A key of the environment is sent to its own server only: ``QUIRE_API_KEY`` to this machine and
-    to the server of ``QUIRE_URL``, ``OPENAI_API_KEY`` to that of ``OPENAI_BASE_URL`` (without it,
-    OpenAI's own). Of several keys in a file the first one counts.
+    A key of the environment goes to its own server only: ``QUIRE_API_KEY`` to this machine and to
+    ``QUIRE_URL``, ``OPENAI_API_KEY`` to ``OPENAI_BASE_URL`` (default: OpenAI's server). Of several
+    keys in a file it is the first one.
 
-    Raises: ConfigError for a key that no header can carry, without showing it.
+    Raises: ConfigError for a key that no header can carry, without showing the key.
     """
     source, text = ("--api-key", api_key) if api_key else _own_key(url)
     if not text:
@@ -52,7 +52,7 @@ def key_for(url: str, api_key: str | None = None) -> str | None:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host is this machine alone: ``localhost``, what is below it, and such addresses."""
+    """Return whether a host is this machine: ``localhost``, ``*.localhost``, a loopback address."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -62,7 +62,7 @@ def is_loopback(name: str) -> bool:
 
 
 def _own_key(url: str) -> tuple[str, str]:
-    """The variable and what it says; nothing where none is for this server."""
+    """Return the variable with the key for this server, and the key; empty if there is none."""
     asked = _parts(url)
     homes = {
         "QUIRE_API_KEY": os.environ.get("QUIRE_URL", ""),
@@ -81,5 +81,5 @@ def _parts(url: str) -> SplitResult:
 
 
 def _origin(parts: SplitResult) -> tuple[str, str | None, int | None]:
-    """Scheme, host and port: two addresses are of one server where all three are alike."""
+    """Return scheme, host and port, which are equal for addresses of one server."""
     return parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme)

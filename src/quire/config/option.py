@@ -1,7 +1,7 @@
-"""What an option is made of: its field and description, and the checks that several need.
+"""Make the field of an option, and check values.
 
-Every message begins with the option's name: so its reader, and ``environment``, know which option
-was wrong.
+Every message begins with the option's name, so that the user and ``environment`` know which option
+is wrong.
 """
 
 from collections.abc import Iterable
@@ -13,28 +13,28 @@ from typing import Any
 
 from quire.errors import ConfigError
 
-ADVANCED = "Advanced"  # the panel of options that are rarely changed
+ADVANCED = "Advanced"  # the help panel of options that few users change
 
 
 def option(default: Any, help: str, *, secret: bool = False, **extra: Any) -> Any:
-    """A field and its description.
+    """Make a dataclass field with a description.
 
-    ``flag_type`` is what a flag takes, if not the field's type; ``parse`` reads it then. ``panel``
-    is where the help has it, ``ADVANCED`` if it is rarely changed; ``short`` are other names of the
-    flag. A ``secret`` is not shown by ``repr``.
+    ``flag_type`` is the type of the flag if it is not the field's, and ``parse`` converts it.
+    ``panel`` is the heading in the help. ``short`` are further names of the flag. ``repr`` does not
+    show a ``secret``.
     """
     metadata = MappingProxyType({"help": help, **extra})
     return field(default=default, repr=not secret, metadata=metadata)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence that refuses an unknown name."""
+    """Return the end of a message about an unknown name: the nearest one, or all known ones."""
     near = get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
 
 
 def in_range(name: str, value: Any, least: int, most: int = 2**40) -> None:
-    """Raises: ConfigError for what is no whole number from ``least`` to ``most``."""
+    """Check a whole number from ``least`` to ``most``. Raises: ConfigError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name}={value!r} must be a whole number")
     if not least <= value <= most:
@@ -42,7 +42,7 @@ def in_range(name: str, value: Any, least: int, most: int = 2**40) -> None:
 
 
 def seconds(name: str, value: Any, *, may_be_zero: bool) -> None:
-    """Raises: ConfigError for what is no finite number of seconds, up to a day."""
+    """Check a number of seconds, up to a day. Raises: ConfigError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
         raise ConfigError(f"{name}={value!r} must be a number of seconds")
     if value < 0 or (value == 0 and not may_be_zero) or value > 86_400:
@@ -51,6 +51,6 @@ def seconds(name: str, value: Any, *, may_be_zero: bool) -> None:
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raises: ConfigError for what is none of them."""
+    """Check that a value is one of ``known``. Raises: ConfigError."""
     if value not in known:
         raise ConfigError(f"{name} {value!r} is unknown; known: {', '.join(known)}")

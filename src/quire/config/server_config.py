@@ -1,4 +1,4 @@
-"""``ServerConfig``: where the server listens, whom it lets in, and how much it takes on."""
+"""Define the options of a server: where it listens, its keys, and its limits."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from quire.units import parse_bytes
 
 LOOPBACK = "127.0.0.1"
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
-_SOCKET_PATH_BYTES = 107  # of a socket's name, in the system's calls
+_SOCKET_PATH_BYTES = 107  # longest path of a Unix socket
 _UDS_MODE = "660"
 # Panels of the help.
 _LISTENING, _CLIENTS, _MODEL, _LIMITS, _LOGS = "Listening", "Clients", "Model", "Limits", "Logs"
@@ -37,7 +37,7 @@ _AT_LEAST: Mapping[str, int] = MappingProxyType(
 
 
 def _texts(text: str) -> tuple[str, ...]:
-    """A JSON list, as vLLM has it, or texts with commas between them. Raises: ConfigError."""
+    """Parse a JSON list, as in vLLM, or texts with commas between them. Raises: ConfigError."""
     if not text.lstrip().startswith("["):
         return tuple(part.strip() for part in text.split(","))
     try:
@@ -51,35 +51,35 @@ def _texts(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How an engine is served. Raises: ConfigError naming the option, its value and its limit.
+    """Options of a server. Raises: ConfigError with the option, its value and its limit.
 
-    Keys are shown neither by ``repr`` nor in an error.
+    Neither ``repr`` nor an error shows a key.
     """
 
     host: str = option(
-        LOOPBACK, "Address to listen at; 0.0.0.0 is every one of this machine.", panel=_LISTENING
+        LOOPBACK, "Address to listen on; 0.0.0.0 is all of this machine's.", panel=_LISTENING
     )
-    port: int = option(8000, "Port to listen at; 0 takes a free one.", panel=_LISTENING)
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", panel=_LISTENING)
     uds: str | None = option(
-        None, "A Unix socket's path to listen at, instead of host and port.", panel=_LISTENING
+        None, "Path of a Unix socket to listen on instead of host and port.", panel=_LISTENING
     )
     uds_mode: str = option(
         _UDS_MODE,
-        "Who may ask at uds, as chmod has it: 660 is this user and the group of the socket, 666 "
-        "each user of the machine.",
+        "Permissions of --uds as for chmod: 660 is this user and the socket's group, 666 every "
+        "user of the machine.",
         panel=_LISTENING,
     )
-    ssl_certfile: str | None = option(None, "Certificate, for https (PEM).", panel=_LISTENING)
+    ssl_certfile: str | None = option(None, "Certificate for HTTPS (PEM).", panel=_LISTENING)
     ssl_keyfile: str | None = option(
-        None, "Its private key, if that is in a file of its own.", panel=_LISTENING
+        None, "Private key of the certificate, if it is in another file.", panel=_LISTENING
     )
     root_path: str = option(
-        "", "What a proxy in front cuts off the path, e.g. /llm.", panel=ADVANCED
+        "", "Prefix that a proxy in front removes from paths, e.g. /llm.", panel=ADVANCED
     )
     api_key: tuple[str, ...] = option(
         (),
-        "A key that lets clients in, or @FILE with one in each line, which ps does not show. May "
-        "be given more than once. Also VLLM_API_KEY.",
+        "API key of clients, or @FILE with one per line, which ps does not show. May be given "
+        "again. Also VLLM_API_KEY.",
         secret=True,
         flag_type=list[str] | None,
         parse=parse_keys,
@@ -87,8 +87,8 @@ class ServerConfig:
     )
     admin_api_key: tuple[str, ...] = option(
         (),
-        "A key for the server's operator, or @FILE: where there are keys, administration, /metrics "
-        "and other clients' sequences need it.",
+        "API key of the operator, or @FILE. If there are keys, administration, /metrics and other "
+        "clients' sequences need it.",
         secret=True,
         flag_type=list[str] | None,
         parse=partial(parse_keys, option="admin_api_key"),
@@ -96,29 +96,29 @@ class ServerConfig:
     )
     allowed_origins: tuple[str, ...] = option(
         (),
-        "Web pages of these origins may ask, e.g. https://chat.example.org, or * for all.",
+        "Origins of web pages that may send requests, e.g. https://chat.example.org; * is all.",
         flag_type=list[str] | None,
         parse=_texts,
         panel=_CLIENTS,
     )
-    unguarded_metrics: bool = option(False, "Let /metrics be read without a key.", panel=_CLIENTS)
+    unguarded_metrics: bool = option(False, "Serve /metrics without a key.", panel=_CLIENTS)
     max_num_reqs_per_key: int | None = option(
-        None, "Requests of one API key at a time; then it gets 429.", panel=_CLIENTS
+        None, "Most requests of one API key at a time; more get 429.", panel=_CLIENTS
     )
     served_model_name: tuple[str, ...] = option(
         (),
-        "What clients call the model; the first of several is in the answers. Default: its own.",
+        "Names of the model for clients; answers have the first. Default: the model's own.",
         flag_type=list[str] | None,
         parse=_texts,
         panel=_MODEL,
     )
     chat_template: str | None = option(
-        None, "A Jinja template, or a file with one, instead of the model's.", panel=_MODEL
+        None, "Jinja template, or a file with one, instead of the model's own.", panel=_MODEL
     )
     tool_call_parser: str | None = option(
         None,
-        "How this model writes tool calls: auto, the default (as its chat template or its type "
-        "tells), deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, functiongemma, gemma4, "
+        "Format of the model's tool calls: auto, the default (by its chat template or its type), "
+        "deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, functiongemma, gemma4, "
         "glm45, glm47, granite, granite4, hermes, kimi_k2, lfm2, llama3_json, llama4_json, "
         "llama4_pythonic, mimo, minimax_m2, mistral, olmo3, openai, phi4_mini_json, pythonic, "
         "qwen3_coder, qwen3_xml, seed_oss.",
@@ -126,83 +126,81 @@ class ServerConfig:
     )
     reasoning_parser: str | None = option(
         None,
-        "How this model marks its reasoning: auto (as its chat template tells), deepseek_r1, "
+        "Format of the model's reasoning: auto (by its chat template), deepseek_r1, "
         "deepseek_v3, gemma4, glm45, granite, minimax_m2, mistral, openai_gptoss, qwen3, "
-        "seed_oss. Default: reasoning is text, but for gpt-oss.",
+        "seed_oss. Default: reasoning is part of the text, except for gpt-oss.",
         panel=_MODEL,
     )
     generation_config: str = option(
         "auto",
-        "Sampling where a request says nothing: auto (the model's generation_config.json), vllm "
-        "(none), or a folder with one.",
+        "Defaults of sampling: auto (the model's generation_config.json), vllm (none), or a folder "
+        "with such a file.",
         panel=ADVANCED,
     )
-    max_num_queued_reqs: int = option(
-        256, "Requests that may wait; then clients get 503.", panel=_LIMITS
-    )
+    max_num_queued_reqs: int = option(256, "Most requests that wait; more get 503.", panel=_LIMITS)
     max_num_queued_tokens: int | None = option(
-        None, "… and tokens in all of their prompts.", panel=ADVANCED
+        None, "Most prompt tokens of waiting requests; more get 503.", panel=ADVANCED
     )
     max_request_bytes: int = option(
         16 * 2**20,
-        "The longest body of a request.",
+        "Longest body of a request.",
         flag_type=str,
         parse=parse_bytes,
         panel=ADVANCED,
     )
     max_logprobs: int = option(
-        20, "The most logprobs that a request may ask for a token.", panel=ADVANCED
+        20, "Most logprobs per token that a request may ask for.", panel=ADVANCED
     )
     max_stored_response_bytes: int = option(
         64 * 2**20,
-        "Memory for responses that can be asked for again, or continued; 0 keeps none.",
+        "Memory for stored responses, which clients can retrieve or continue; 0 stores none.",
         flag_type=str,
         parse=parse_bytes,
         panel=ADVANCED,
     )
     max_background_responses: int = option(
         32,
-        "Responses that may be under way without a connection; then clients get 429.",
+        "Most background responses at a time; more get 429.",
         panel=ADVANCED,
     )
     shutdown_timeout: float = option(
         30.0,
-        "Seconds that running requests get to finish, when the server is told to stop.",
+        "Seconds that running requests get to finish when the server stops.",
         panel=_LIMITS,
     )
     read_timeout: float = option(
         60.0,
-        "Seconds that a client has to send a request's header, and each 64 KiB of its body, before "
-        "it is cut off.",
+        "Seconds that a client has for a request's header, and for each 64 KiB of its body, before "
+        "its connection is closed.",
         panel=ADVANCED,
     )
     body_timeout: float = option(
-        300.0, "Seconds that a client has to send all of a request's body.", panel=ADVANCED
+        300.0, "Seconds that a client has for a request's whole body.", panel=ADVANCED
     )
     timeout_keep_alive: int = option(
         75,
-        "Seconds that a connection stays open between two requests: longer than a proxy in front "
-        "keeps it.",
+        "Seconds that a connection stays open between two requests; set it longer than a proxy "
+        "in front does.",
         panel=ADVANCED,
     )
     send_timeout: float = option(
         60.0,
-        "Seconds after which a client that reads nothing of its answer is cut off.",
+        "Seconds after which a connection is closed whose client reads nothing of its answer.",
         panel=ADVANCED,
     )
     otlp_traces_endpoint: str | None = option(
-        None, "Where OpenTelemetry traces go, e.g. http://localhost:4318/v1/traces.", panel=_LOGS
+        None, "Address for OpenTelemetry traces, e.g. http://localhost:4318/v1/traces.", panel=_LOGS
     )
     request_log: str | None = option(
         None,
-        "A new file for when requests came, their lengths and which prompts began alike, to plan "
-        "with; no texts.",
+        "New file for a trace of all requests, for quire simulate: times, lengths and hash ids, "
+        "and no texts.",
         panel=_LOGS,
     )
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
-        "info", "What is logged. A line a request from info on.", panel=_LOGS
+        "info", "Log level; info and below log a line per request.", panel=_LOGS
     )
-    disable_log_stats: bool = option(False, "Do not log how the engine is doing.", panel=_LOGS)
+    disable_log_stats: bool = option(False, "Do not log statistics of the engine.", panel=_LOGS)
 
     def __post_init__(self) -> None:
         if not self.host or not self.host.isprintable() or " " in self.host:
@@ -222,16 +220,17 @@ class ServerConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> "ServerConfig":
-        """From keyword arguments, else from the environment: ``QUIRE_PORT=9000``.
+        """Make a config from keyword arguments and the environment (``QUIRE_PORT=9000``).
 
-        ``VLLM_API_KEY`` counts where nothing of Quire's names a key. An unknown argument is refused
-        with the nearest known name.
+        ``VLLM_API_KEY`` counts if no option of Quire sets a key.
+
+        Raises: ConfigError, for an unknown argument with the nearest known name.
         """
         return read(cls, options, _vllms_key)
 
     @property
     def is_local(self) -> bool:
-        """Whether only programs of this machine can ask."""
+        """Return whether only programs of this machine can connect."""
         return self.uds is not None or is_loopback(self.host)
 
     def _check_keys(self) -> None:
@@ -305,10 +304,10 @@ class ServerConfig:
 
 
 def _vllms_key(given: set[str]) -> dict[str, EnvironmentValue]:
-    """What ``VLLM_API_KEY`` says.
+    """Read ``VLLM_API_KEY``.
 
-    Raises: ConfigError for a variable that is set and empty: the operator means the server to be
-    guarded, and it would not be.
+    Raises: ConfigError for a variable that is set and empty, since the operator wants a key and the
+    server would have none.
     """
     for variable, name in (
         ("QUIRE_API_KEY", "api_key"),

@@ -1,8 +1,8 @@
-"""What fits: bytes, sequences and waste, for a model, a machine and options, by the engine's rules.
+"""Plan what fits: bytes, sequences and waste for a model, a machine and options.
 
-The needs, the ledger and the cache's numbers come from ``quire.engine.kv_sizing``, who holds what
-from the strategies' accountings: there is no second formula here. What would have to change for
-what does not fit is ``fit``'s matter.
+The plan asks the engine's own code and has no second formula: needs, ledger and cache sizes come
+from ``quire.engine.kv_sizing``, and bytes per sequence from the strategies' accountings. ``fit``
+finds the options that make a plan fit.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,26 +23,24 @@ from quire.spec import ModelSpec
 from quire.spec.tensor_parallel import rank_spec
 from quire.units import align_up, ceil_div
 
-# -- alike sequences in one pool -------------------------------------------------------------------
-
-# What many sequences that are alike take of one pool of blocks.
-#
-# A pool commits blocks in granules of whole pages, which neighbours share: on a GPU, with pages of
-# 2 MiB, a granule may be a thousand blocks. So a sequence among others takes its blocks, and all
-# of them together one granule more at most. How many blocks, and how large a granule is, the
-# accounting says.
+# -- many sequences in one pool of blocks ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One sequence's part of a group's pool, in bytes."""
+    """One sequence's part of a group's pool, in bytes.
 
-    end: int  # its blocks when it has come to its end
-    most: int  # … and at most on the way
+    A pool commits blocks in granules of whole pages, and sequences share a granule: on a GPU, with
+    pages of 2 MiB, one may hold a thousand blocks. So n sequences take their blocks, and together
+    one granule more at most.
+    """
+
+    end: int  # its blocks at its end
+    most: int  # its blocks at its peak
     granule: int  # what the pool commits at once
 
     def together(self, num_sequences: int) -> int:
-        """Committed for so many at their ends, the last of them at its most."""
+        """Return the bytes committed for sequences at their ends, of which one is at its peak."""
         if not num_sequences:
             return 0
         return align_up((num_sequences - 1) * self.end + self.most, self.granule)
@@ -51,9 +49,9 @@ class Share:
 def pooled_shares(
     strategy: str, spec: ModelSpec, sizes: CacheConfig, each: Iterable[int]
 ) -> tuple[Share, ...] | None:
-    """A share of each group, for a sequence of these lengths, step by step.
+    """Return a sequence's share of each group's pool; it grows through the lengths in ``each``.
 
-    None for a strategy in which no two sequences share a granule.
+    Returns None for a strategy whose sequences share no granule.
     """
     accounting = build_accounting(strategy, spec, sizes)
     if not accounting.shares_blocks or sizes.shares_pages:
@@ -80,16 +78,14 @@ def pooled_shares(
     )
 
 
-# -- tensor parallelism ----------------------------------------------------------------------------
-
-# A rank's part of a model besides its cache, of several that share it (tensor parallelism).
-#
-# Weights are divided evenly: an estimate, since norms are kept by all. What each remembers is
-# ``spec.tensor_parallel``' matter.
+# -- the plan --------------------------------------------------------------------------------------
 
 
 def rank_footprint(own: Footprint, num_ranks: int) -> Footprint:
-    """A rank's part of the weights, and of what a step computes in between."""
+    """Return a rank's part of the weights and activations, under tensor parallelism.
+
+    It divides the weights evenly, which is an estimate: each rank keeps all norms.
+    """
     if num_ranks == 1:
         return own
     return replace(
@@ -99,39 +95,36 @@ def rank_footprint(own: Footprint, num_ranks: int) -> Footprint:
     )
 
 
-# -- the plan --------------------------------------------------------------------------------------
-
-
-# What one of so many ranks remembers of a model. Raises: ConfigError.
+# Returns a rank's part of a model's KV entries, of so many ranks. Raises: ConfigError.
 Divide: TypeAlias = Callable[[ModelSpec, int], ModelSpec]
 
-_SHORT_STEPS = 4096  # of a sequence that are followed one by one; a longer one in larger steps
+_SHORT_STEPS = 4096  # most steps of a sequence to follow; a longer one is sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTarget:
-    """Where a model would run."""
+    """The machine or device on which a model would run."""
 
     machine: Machine
     page_bytes: int
-    can_share: bool  # a page at several addresses
-    max_mappings: int | None  # … so many; None: no limit
-    here: str | None = None  # of this machine, by the engine's name; None: it is another
+    can_share: bool  # map a page at several addresses
+    max_mappings: int | None  # None: no limit
+    here: str | None = None  # the engine's name of a device of this machine; None: another machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Typical sequences under a strategy."""
+    """The memory of typical sequences under a strategy."""
 
     strategy: str
-    end: Moment  # of one by itself
-    peak_bytes: int  # of one by itself, committed at most on the way
-    alone_bytes: int  # what the accounting counts it with: the most it ever holds by itself
-    longest_bytes: int  # … at the longest
-    shares: tuple[Share, ...] | None  # of a pool whose granules neighbours share
+    end: Moment  # the end of a sequence that is alone
+    peak_bytes: int  # most bytes that are committed for it
+    alone_bytes: int  # bytes with which the accounting counts it: the most that it ever holds
+    longest_bytes: int  # the same for a sequence of the full context
+    shares: tuple[Share, ...] | None  # None: sequences share no granule of a pool
 
     def together_bytes(self, num_sequences: int) -> int:
-        """Committed at most with so many: all at their ends, the last one on its way there."""
+        """Return the most bytes committed for sequences at their ends, of which one still grows."""
         if self.shares is not None:
             return sum(share.together(num_sequences) for share in self.shares)
         if not num_sequences:
@@ -140,7 +133,7 @@ class Course:
         return held + max(self.peak_bytes, self.alone_bytes)
 
     def num_in(self, capacity_bytes: int) -> int:
-        """How many sequences so many bytes hold."""
+        """Return how many sequences these bytes hold."""
         low, high = 0, 1
         while self.together_bytes(high) <= capacity_bytes:
             low, high = high, 2 * high
@@ -153,7 +146,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A strategy under a budget rule."""
+    """The plan for one strategy under one budget rule."""
 
     strategy: str
     ledger: Ledger
@@ -163,32 +156,32 @@ class Cell:
 
     @property
     def kv_bytes(self) -> int:
-        """Zero where the rule refuses."""
+        """Return the bytes that the rule gives; 0 if it refuses."""
         return 0 if self.ledger.refusal is not None else max(0, self.ledger.kv_bytes)
 
     @property
     def num_fitting(self) -> int:
-        """Typical sequences that the bytes hold at once, each at its end."""
+        """Return how many typical sequences the bytes hold, each at its end."""
         return self.course.num_in(self.kv_bytes)
 
     @property
     def num_sequences(self) -> int:
-        """… and that may run."""
+        """Return how many of them ``max_num_seqs`` lets run."""
         return min(self.num_fitting, self.max_num_seqs)
 
     @property
     def num_longest(self) -> float:
-        """Sequences at the longest that the bytes hold."""
+        """Return how many sequences of the full context the bytes hold."""
         return self.kv_bytes / self.course.longest_bytes
 
     @property
     def num_tokens(self) -> int:
-        """Of typical sequences, at once."""
+        """Return the tokens of all typical sequences together."""
         return self.num_sequences * self.request.num_tokens
 
     @property
     def waste_fraction(self) -> float:
-        """Of what they hold at their ends, all together, the part that no token uses."""
+        """Return the unused share of the bytes that all sequences hold at their ends."""
         count = max(1, self.num_sequences)
         held, used = count * self.course.end.committed_bytes, count * self.course.end.used_bytes
         if self.course.shares is not None:
@@ -197,34 +190,34 @@ class Cell:
 
     @property
     def peak_bytes(self) -> int:
-        """Committed at most, all of them at their ends and one still growing."""
+        """Return the most bytes committed, with one sequence still growing."""
         return self.course.together_bytes(self.num_sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPlan:
-    """All that was asked, and the answers."""
+    """A plan: the question, and the answer for each strategy and rule."""
 
     subject: Subject
     config: EngineConfig
     place: PlanTarget
     num_ranks: int
-    divide: Divide  # among them
+    divide: Divide
     request: PlannedLengths
-    spec: ModelSpec  # of a rank, with keys and values as they are kept
+    spec: ModelSpec  # of a rank, with the dtype in which keys and values are stored
     needs: Needs
-    cell: Cell  # of the options
-    cells: tuple[Cell, ...]  # each strategy under each rule
+    cell: Cell  # of the strategy and rule that the options name
+    cells: tuple[Cell, ...]  # of each strategy under each rule
 
     @property
     def ledger(self) -> Ledger:
         return self.cell.ledger
 
-    def page_table_bytes(self, num_sequences: int) -> int | None:
-        """What the kernel's page tables take besides, with so many typical ones at their ends.
+    def page_table_bytes(self, num_sequences: int) -> int:
+        """Return the bytes of the kernel's page tables for typical sequences at their ends.
 
-        As the engine's ``usage`` says it, of the options' strategy and its bytes. None of a page
-        that sequences share, nor of a device, whose tables are the driver's.
+        These are the figures of the engine's ``usage``, for the strategy of the options. Pages that
+        sequences share need none, and a GPU's page tables belong to its driver.
         """
         on_rank = self.divide(self.subject.spec, self.num_ranks)
         sizes = sizes_of(self.config, on_rank, self.place, max(1, self.cell.kv_bytes))
@@ -238,7 +231,7 @@ class CapacityPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether a rule says yes, and one sequence runs to the longest."""
+        """Return whether the rule accepts, and a sequence of the full context fits."""
         return self.ledger.refusal is None and self.cell.num_longest >= 1
 
 
@@ -253,12 +246,12 @@ def plan(
     compare: bool = True,
     course: Course | None = None,
 ) -> CapacityPlan:
-    """``compare``: with all strategies and rules, not only those of the options.
+    """Plan a model on a machine; ``compare`` adds all strategies and rules to those of the options.
 
-    ``course``: that of the options' strategy, if it is known: it is the same on machines alike in
-    pages, for as long a context and any number of sequences.
+    ``course`` is the course of the options' strategy if the caller has it: it depends on the page
+    size, the context and the request, and not on ``max_num_seqs`` or the size of the machine.
 
-    Raises: ConfigError for longer sequences than the model's, or heads that no ranks divide.
+    Raises: ConfigError for a longer context than the model has, or heads that no ranks divide.
     """
     on_rank = divide(subject.spec, num_ranks)
     spec = stored_spec(config, on_rank)
@@ -307,7 +300,7 @@ def plan(
 
 
 def typical(max_model_len: int) -> PlannedLengths:
-    """A thousand tokens in, a quarter of that out; less where the model ends before."""
+    """Return a request of 1024 tokens and 256 generated ones, or less for a short context."""
     output_tokens = max(1, min(256, max_model_len // 5))
     return PlannedLengths(
         input_tokens=min(1024, max_model_len - output_tokens), output_tokens=output_tokens
@@ -317,7 +310,7 @@ def typical(max_model_len: int) -> PlannedLengths:
 def sizes_of(
     config: EngineConfig, spec: ModelSpec, place: PlanTarget, capacity_bytes: int
 ) -> CacheConfig:
-    """The cache's numbers, as an engine in this place would have them."""
+    """Return the cache's sizes as an engine on this machine would choose them."""
     return cache_sizes(
         config,
         spec,
@@ -336,10 +329,10 @@ def _course(
     needs: Needs,
     request: PlannedLengths,
 ) -> Course:
-    """Follow one sequence, in a cache that has more room than it needs."""
+    """Follow one sequence in a cache with more room than it needs."""
     spec = stored_spec(config, on_rank)
     own = replace(config, cache=strategy, max_num_seqs=1)
-    # What a sequence is counted with does not depend on the capacity, and tables of blocks do.
+    # ``bytes_alone`` does not depend on the capacity, and the size of the block tables does.
     sizes = sizes_of(own, on_rank, place, spec.bytes_for(needs.context_tokens))
     probe = build_accounting(strategy, spec, sizes)
     counts = np.array([request.num_tokens, needs.context_tokens - 1], np.int64)
@@ -362,7 +355,7 @@ def _course(
 
 
 def _steps(request: PlannedLengths, config: EngineConfig) -> list[int]:
-    """All of them; of a very long output some, its last ones each."""
+    """Return the length after each step; for a very long output, after some and the last steps."""
     every = list(lengths(request, config.max_num_batched_tokens))
     if len(every) <= _SHORT_STEPS:
         return every

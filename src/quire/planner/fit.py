@@ -1,10 +1,10 @@
-"""What would have to change: the longest context, the most sequences, the least memory.
+"""Find what makes a plan fit: the longest context, the most sequences, the least memory.
 
-Each answer is a plan that was made with it: nothing is inverted, everything is searched. A search
-halves its way along one option, since more memory, shorter sequences and fewer of them never make
-a plan fit less.
+Each search bisects one option, with a plan for each value that it tries. Bisection is right because
+more memory, shorter sequences and fewer sequences never make a plan fit less.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -26,14 +26,14 @@ _RANKS = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionChange:
-    """One option, and what comes of it."""
+    """A change of one option that makes a plan fit, and what it gives."""
 
     flag: str
     outcome: str
 
 
 def longest(found: CapacityPlan, num_at_once: int = 1) -> int:
-    """The most tokens that so many sequences can have at once; 0 where not even few fit."""
+    """Return the longest context in tokens that ``num_at_once`` sequences can have; 0 for none."""
     most = found.subject.spec.max_model_len
 
     def fits(max_model_len: int) -> bool:
@@ -41,14 +41,14 @@ def longest(found: CapacityPlan, num_at_once: int = 1) -> int:
         again = _again(found, config=config, request=_shorter(found.request, max_model_len))
         return again.fits and again.cell.num_longest >= num_at_once
 
-    # In strides first: a rule that gives a context exactly its bytes fits where blocks end.
+    # In whole strides first: a rule that gives a context exactly its bytes fits at ends of blocks.
     strides = _most(lambda count: fits(count * _STRIDE), 1, most // _STRIDE)
     low = strides * _STRIDE or next((n for n in _SHORTER if n <= most and fits(n)), 0)
     return low and _most(fits, low, min(most, low + _STRIDE))
 
 
 def most_sequences(found: CapacityPlan) -> int:
-    """How many typical sequences can run at once, were as many allowed; 0 for none."""
+    """Return how many typical sequences could run at once with any ``max_num_seqs``; 0 for none."""
 
     def fits(max_num_seqs: int) -> bool:
         config = replace(found.config, max_num_seqs=max_num_seqs)
@@ -59,7 +59,7 @@ def most_sequences(found: CapacityPlan) -> int:
 
 
 def changes(found: CapacityPlan) -> Iterator[OptionChange]:
-    """What, each by itself, would make a plan fit that does not."""
+    """Yield changes of one option, each of which alone makes the plan fit."""
     yield from _more_memory(found)
     yield from _shorter_context(found)
     yield from _smaller_entries(found)
@@ -73,8 +73,9 @@ def _more_memory(found: CapacityPlan) -> Iterator[OptionChange]:
         return again.fits
 
     total, _ = found.place.machine.hint
-    extra = _least(fits, 1, _MOST_MEMORY_BYTES // _GIB)
-    if extra is not None:
+    most = _MOST_MEMORY_BYTES // _GIB
+    extra = 1 + bisect_left(range(1, most + 1), True, key=fits)
+    if extra <= most:
         wanted = align_up(total + extra * _GIB, _GIB)
         yield OptionChange(
             flag=f"--memory {wanted // _GIB}GiB",
@@ -95,7 +96,7 @@ def _smaller_entries(found: CapacityPlan) -> Iterator[OptionChange]:
     for dtype in ("int8_per_token_head", "fp8"):
         try:
             again = _again(found, config=replace(found.config, kv_cache_dtype=dtype))
-        except ConfigError:  # scales that do not fit behind the entries
+        except ConfigError:  # the entries have no room for scales
             continue
         if again.fits:
             size = format_bytes(again.needs.bytes_per_token)
@@ -108,7 +109,7 @@ def _more_ranks(found: CapacityPlan) -> Iterator[OptionChange]:
             continue
         try:
             again = _again(found, num_ranks=num_ranks)
-        except ConfigError:  # heads that so many ranks do not divide
+        except ConfigError:  # so many ranks cannot divide the heads
             continue
         if again.fits:
             each = format_bytes(again.needs.weights_bytes)
@@ -128,7 +129,7 @@ def _again(
     request: PlannedLengths | None = None,
     course: Course | None = None,
 ) -> CapacityPlan:
-    """The same plan with something else."""
+    """Plan again with some inputs replaced."""
     return plan(
         found.subject,
         config or found.config,
@@ -142,7 +143,7 @@ def _again(
 
 
 def _with_more(machine: Machine, extra_bytes: int) -> Machine:
-    """The same machine with more memory, none of which is used."""
+    """Return the machine with more free memory."""
 
     def more(bound: MemoryBound) -> MemoryBound:
         if bound.counts_addresses:
@@ -165,7 +166,7 @@ def _with_more(machine: Machine, extra_bytes: int) -> Machine:
 
 
 def _shorter(request: PlannedLengths, max_model_len: int) -> PlannedLengths:
-    """The request, cut to what a sequence can have."""
+    """Return the request, cut to the context."""
     if request.input_tokens + request.output_tokens <= max_model_len:
         return request
     output_tokens = max(1, min(request.output_tokens, max_model_len // 2))
@@ -173,22 +174,6 @@ def _shorter(request: PlannedLengths, max_model_len: int) -> PlannedLengths:
 
 
 def _most(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The greatest in [low, high] that fits, 0 for none; all below it do."""
-    if low > high or not fits(low):
-        return 0
-    if fits(high):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _least(fits: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The least in [low, high] that fits, None for none; all above it do."""
-    if not fits(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return low
+    """Return the greatest value of [low, high] that fits, or 0; all values below it fit."""
+    count = bisect_left(range(low, high + 1), True, key=lambda value: not fits(value))
+    return low + count - 1 if count else 0

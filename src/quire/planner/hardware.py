@@ -1,8 +1,8 @@
-"""Devices by name, and the machine that a plan is made for.
+"""Describe devices by name: their memory and speed, and the machine that a plan is made for.
 
-A device's memory is what its driver reports where a public listing of that was read, else the size
-that its maker states. Nothing of it is taken for used: what a driver, a display or another process
-has, is not known before buying.
+A device's memory is the size that its driver reports, if a public listing of that was found, else
+the size that its maker states. All of it counts as free, since the use by a driver, a display or
+another process is not known.
 """
 
 from collections.abc import Mapping
@@ -25,16 +25,16 @@ _APPLE_PAGE, _CUDA_PAGE = 16 << 10, 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Memory that can be bought."""
+    """A device that a plan can name, and its memory."""
 
     name: str
     total_bytes: int
     source: str
-    is_unified: bool = False  # the processor and its GPU share it
+    is_unified: bool = False  # the CPU and the GPU share the memory
 
     @property
     def page_bytes(self) -> int:
-        """What physical memory comes in."""
+        """Return the size of a page of physical memory."""
         return _APPLE_PAGE if self.is_unified else _CUDA_PAGE
 
 
@@ -55,7 +55,7 @@ def _apple(gib: int) -> Device:
     )
 
 
-# docs/reference/planning.md says where each was read, and when.
+# docs/reference/planning.md has the source of each, and its date.
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         "t4": _reported("NVIDIA T4 16 GB", 15_360),
@@ -77,20 +77,20 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def device(name: str) -> Device:
-    """Raises: ConfigError with the nearest name."""
+    """Find a device by its name. Raises: ConfigError with the nearest name."""
     key = name.lower().replace(" ", "").replace("_", "-")
     if key not in DEVICES:
         near = get_close_matches(key, DEVICES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"device {name!r} is unknown; {hint}known: {', '.join(DEVICES)}. "
-            "For another, give its size: --memory 80GB"
+            "For another device, give its size: --memory 80GB"
         )
     return DEVICES[key]
 
 
 def machine_with(found: Device) -> Machine:
-    """A machine whose KV memory is this device's; unified memory has a cap for its GPU."""
+    """Make a machine with this device; unified memory has a limit for the GPU's part."""
     bound = MemoryBound(source=found.name, limit_bytes=found.total_bytes, used_bytes=0)
     if found.is_unified:
         return Machine(
@@ -105,28 +105,23 @@ def machine_with(found: Device) -> Machine:
 
 
 def machine_of(memory_bytes: int) -> Machine:
-    """A machine of so much memory, none of it used: its processor runs the model."""
+    """Make a machine that runs the model on its CPU, with this many bytes of free memory."""
     bound = MemoryBound(source="--memory", limit_bytes=memory_bytes, used_bytes=0)
     return Machine(bounds=(bound,), ram_bytes=memory_bytes)
 
 
 # -- speeds ----------------------------------------------------------------------------------------
 
-# How fast named devices compute and read, as published, and what of it is reached.
-#
-# The sizes of their memory are ``devices``' matter. A roofline is no measurement: for figures of a
-# machine that is there, calibrate on it.
-
-
-# What serving reaches of the peaks, and what a step takes besides. Assumptions, not measurements:
-# large products reach more, small ones less.
+# The share of the published peaks that serving reaches, and the engine's own time per step. These
+# are assumptions and not measurements: large products reach more, small ones less. For figures of
+# a machine that you have, calibrate on it.
 COMPUTE_FRACTION, BANDWIDTH_FRACTION = 0.6, 0.8
 STEP_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Peaks of a device: dense products in 16 bits, its memory, and its link to the host."""
+    """A device's peaks: dense products in 16 bits, memory bandwidth, and the link to the host."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -141,8 +136,8 @@ def _speed(teraflops: float, gigabytes: float, host_gigabytes: float) -> Speed:
     )
 
 
-# Teraflops without sparsity, with sums in 32 bits; PCIe in one direction. Where these are from is
-# in docs/concepts/simulator.md.
+# Teraflops without sparsity, with sums in 32 bits; PCIe in one direction. The sources
+# are in docs/concepts/simulator.md.
 SPEEDS: Mapping[str, Speed] = MappingProxyType(
     {
         "t4": _speed(65, 320, 16),
@@ -159,10 +154,11 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
 
 
 def roofline(subject: Subject, on_rank: ModelSpec, name: str, num_ranks: int) -> RooflineCosts:
-    """What a step takes on a device that is named, or on so many that share the heads.
+    """Make a cost model of a named device, or of ``num_ranks`` of them that share the heads.
 
-    Queries are taken to be as wide as the hidden states. What ranks tell each other takes no time
-    here. Raises: ConfigError for a device whose speed is not known.
+    It assumes queries as wide as the hidden states, and no time for communication between ranks.
+
+    Raises: ConfigError for a device of unknown speed.
     """
     if name not in SPEEDS:
         raise ConfigError(

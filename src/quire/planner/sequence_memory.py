@@ -1,7 +1,7 @@
-"""One sequence's way through a strategy's accounting: what it holds, and the most on the way.
+"""Follow one sequence through a strategy's accounting, and note the bytes that it holds.
 
-It is the accounting that serves, asked step by step as a scheduler would: chunks of the prompt,
-then a token at a time.
+The accounting is the engine's own. The sequence grows as a scheduler lets it: by chunks of the
+prompt, then by one token per step.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,29 +16,29 @@ from quire.units import format_bytes, format_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLengths:
-    """What is typically asked, in tokens."""
+    """A typical request, in tokens."""
 
     input_tokens: int
     output_tokens: int
 
     @property
     def num_tokens(self) -> int:
-        """With the prompt; the last token is written down and never computed."""
+        """Return the tokens that are computed: all but the last generated one."""
         return self.input_tokens + self.output_tokens - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """After one step."""
+    """What a sequence holds after one step."""
 
     num_tokens: int
     committed_bytes: int
     used_bytes: int
-    peak_bytes: int  # committed at most while the step's changes were carried out
+    peak_bytes: int  # most bytes committed while the step's changes were carried out
 
 
 def lengths(request: PlannedLengths, max_num_batched_tokens: int) -> Iterator[int]:
-    """Tokens that a sequence has after each step, alone on its machine."""
+    """Yield the tokens that a sequence has after each step, if it runs alone."""
     yield from range(max_num_batched_tokens, request.input_tokens, max_num_batched_tokens)
     yield from range(request.input_tokens, request.num_tokens + 1)
 
@@ -46,7 +46,7 @@ def lengths(request: PlannedLengths, max_num_batched_tokens: int) -> Iterator[in
 def moments(
     strategy: str, spec: ModelSpec, sizes: CacheConfig, each: Iterable[int], max_tokens: int
 ) -> Iterator[Moment]:
-    """What one sequence holds after each step. Raises: ConfigError where it does not fit."""
+    """Yield what one sequence holds after each step. Raises: ConfigError if it does not fit."""
     accounting = build_accounting(strategy, spec, sizes)
     accounting.add(0, max_tokens=max_tokens)
     committed = 0
@@ -70,8 +70,8 @@ def moments(
 
 def tables_after(
     strategy: str, spec: ModelSpec, sizes: CacheConfig, each: Iterable[int], max_tokens: int
-) -> int | None:
-    """Count the bytes of the kernel's page tables after those steps, as ``page_table_bytes``."""
+) -> int:
+    """Return the bytes of the kernel's page tables after the last of those steps."""
     accounting = build_accounting(strategy, spec, sizes)
     accounting.add(0, max_tokens=max_tokens)
     for num_tokens in each:
@@ -81,7 +81,7 @@ def tables_after(
 
 
 def _highest(accounting: Accounting, changes: Iterable[StorageOp], committed: int) -> int:
-    """The most bytes while changes are carried out one by one."""
+    """Return the most bytes committed while changes are carried out one by one."""
     highest = committed
     for change in changes:
         if isinstance(change, Commit | Release):

@@ -1,6 +1,6 @@
-"""The model that is planned: found in the table, in a folder, or on the hub; its files alone.
+"""Find the model to plan: in the bundled table, in a folder, or on the Hugging Face hub.
 
-Nothing is loaded, and no weight is read: of files of weights only the headers.
+Only its config.json and the headers of its weight files are read; no weight is loaded.
 """
 
 import json
@@ -28,36 +28,31 @@ from quire.spec.config_json import load, text_section
 from quire.spec.layer_specs import dtype_bytes
 from quire.spec.model_files import DEMO_MODEL, cached_folder, first_line
 
-# -- published -------------------------------------------------------------------------------------
+# -- the bundled table -----------------------------------------------------------------------------
 
-# The bundled table of published models: what their config.json files state, and who was asked.
-#
-# A name is found whatever its case, with or without its organisation. Nothing is looked up on a
-# network, and nothing in the table is a guess: each entry names the public place that it was read
-# from, and leaves out what that place does not say.
-
-
+# Each entry names the public page from which it was read, and leaves out what that page does not
+# say. No entry is a guess.
 _TABLE = "published.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """One model of the table."""
+    """A model of the table."""
 
     name: str  # as on the Hugging Face hub
-    config: Mapping[str, Any]  # of its config.json, what sizes it
-    source: str  # where that was read
+    config: Mapping[str, Any]  # the fields of its config.json that size it
+    source: str  # the page from which it was read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedModels:
-    """All of it, and when its sources were read."""
+    """The table, and the date on which its sources were read."""
 
     read_on: str  # a date
     models: tuple[Published, ...]
 
     def find(self, name: str) -> Published | None:
-        """By its name, or the part behind the organisation."""
+        """Find a model by its name, in any case, with or without its organisation."""
         wanted = name.strip().lower()
         for model in self.models:
             if wanted in (model.name.lower(), _short(model.name)):
@@ -65,7 +60,7 @@ class PublishedModels:
         return None
 
     def nearest(self, name: str) -> str | None:
-        """The name that was probably meant."""
+        """Return the name that is spelled most alike, if any is."""
         known = {_short(model.name): model.name for model in self.models}
         near = get_close_matches(name.strip().lower().rpartition("/")[2], known, n=1)
         return known[near[0]] if near else None
@@ -92,21 +87,21 @@ def _short(name: str) -> str:
     return name.lower().rpartition("/")[2]
 
 
-# -- subject ---------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model as its files describe it."""
+    """A model, as its files describe it."""
 
     name: str
-    spec: ModelSpec  # computed in the dtype that was asked for
+    spec: ModelSpec  # in the dtype that --dtype asks for
     dtype: str  # of the weights, as they are loaded
     own: Footprint
     source: str  # of its config.json
     weights_source: str  # where the bytes of its weights come from
     num_parameters: int
-    num_active_parameters: int  # that a token is multiplied with, about
+    num_active_parameters: int  # by which a token is multiplied, about
 
     @property
     def weights_are_estimated(self) -> bool:
@@ -114,9 +109,11 @@ class Subject:
 
 
 def find_subject(name: str | None = None, *, dtype: str = "auto") -> Subject:
-    """A folder or its config.json, a name of the table, else of the hub; without one, the demo.
+    """Find a model by a folder, a config.json, or a name of the table or the hub.
 
-    Raises: ModelNotLoadable for what is found nowhere, ConfigError, UnsupportedModel.
+    Without a name it is the demo model.
+
+    Raises: ModelNotLoadable if it is found nowhere; ConfigError; UnsupportedModel.
     """
     if name is None:
         folder = Path(str(files("quire") / "demo_model"))
@@ -124,8 +121,8 @@ def find_subject(name: str | None = None, *, dtype: str = "auto") -> Subject:
     path = Path(name).expanduser()
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
-    except OSError as error:  # too long a name
-        raise ModelNotLoadable(f"{name[:80]!r} is no folder: {error}") from error
+    except OSError as error:  # the name is too long
+        raise ModelNotLoadable(f"{name[:80]!r} is not a folder: {error}") from error
     if is_folder:
         return _of_folder(name, path, dtype)
     if is_file:
@@ -141,7 +138,7 @@ def find_subject(name: str | None = None, *, dtype: str = "auto") -> Subject:
     near = table.nearest(name)
     hint = f"did you mean {near!r}? " if near else ""
     raise ModelNotLoadable(
-        f"{name!r} is no folder, no file and no name of the table; {hint}quire plan --list shows "
+        f"{name!r} is not a folder, a file or a name of the table; {hint}quire plan --list shows "
         "the table, and a name with an organisation (org/name) is looked up on the hub"
     )
 
@@ -164,7 +161,7 @@ def _of_tensors(
 ) -> Subject:
     own_spec = ModelSpec.from_config(config, source)
     spec, computing = _computed(own_spec, dtype)
-    # Codes of a quantized checkpoint stay; numbers become the dtype that was asked for.
+    # Quantized codes keep their dtype; other weights get the dtype that --dtype asks for.
     own = footprint_of(
         tensors,
         shapes_of(config, spec, source),
@@ -204,17 +201,17 @@ def _of_table(found: Published, read_on: str, dtype: str) -> Subject:
 
 
 def _of_hub(name: str, dtype: str, near: str | None) -> Subject:
-    """The config.json, and what the hub says of the weights. Raises: ModelNotLoadable."""
+    """Read the config.json and the weights' metadata from the hub. Raises: ModelNotLoadable."""
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
 
     try:
         folder = cached_folder(name)
         file = hf_hub_download(name, "config.json") if folder is None else ""
-    except Exception as error:  # many kinds: no network, no such model, no right to it
+    except Exception as error:  # of many classes: no network, no such model, no permission
         hint = f"; the table has {near!r}" if near else ""
         raise ModelNotLoadable(
-            f"{name!r} is no local folder and not in the table, and the Hugging Face hub did not "
-            f"give its config.json: {first_line(error)}{hint}"
+            f"{name!r} is neither a local folder nor in the table, and the Hugging Face hub did "
+            f"not give its config.json: {first_line(error)}{hint}"
         ) from error
     if folder is not None:
         return _of_folder(name, folder, dtype)

@@ -19,11 +19,12 @@ from quire.memory.budget import Footprint
 from quire.spec import AttentionSpec, KeptWhole, LatentAttention, LayerSpec, ModelSpec
 from quire.spec.config_json import text_section
 from quire.spec.fields import Fields
+from quire.spec.model_files import safetensors_files
 
 # -- parameters ------------------------------------------------------------------------------------
 
 
-# What files call the number of experts, of those that each token is given to, and their width.
+# Names in config.json files for the number of experts, of those per token, and for their width.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 _EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
@@ -31,7 +32,7 @@ _SHARED = ("n_shared_experts", "num_shared_experts")
 _SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim", "d_ff")
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
-# Families whose feed-forward layers have two matrices and no gate, whatever their activation.
+# Families whose feed-forward layers have two matrices and no gate, with any activation.
 _UNGATED = frozenset(
     (
         *("bart", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
@@ -42,33 +43,33 @@ _UNGATED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """What matters of a config.json for the weights."""
+    """The fields of a config.json that size the weights."""
 
     hidden_size: int
     vocab_size: int
     num_layers: int
     width: int  # of a dense feed-forward layer
-    num_matrices: int  # of a feed-forward layer: three where one is a gate
+    num_matrices: int  # of a feed-forward layer: three if one is a gate
     num_experts: int  # 0 for a dense model
-    num_chosen: int
+    num_chosen: int  # experts per token
     expert_width: int
-    shared_width: int  # of experts that every token is given to, together
+    shared_width: int  # of all shared experts together
     num_dense: int  # layers without experts
-    is_tied: bool  # the head is the table of tokens
+    is_tied: bool  # the output head is the token embedding
 
     @property
     def num_in_tables(self) -> int:
-        """Weights of the table of tokens, and of the head."""
+        """Return the weights of the token embedding and the output head."""
         return (1 if self.is_tied else 2) * self.vocab_size * self.hidden_size
 
     @property
     def rows_of_experts(self) -> int:
-        """Outputs a token has in its experts: their gates and what those multiply are one."""
+        """Return the outputs of a token in its experts, whose gate and up projections are one."""
         return self.num_chosen * max(2 * self.expert_width, self.hidden_size)
 
 
 def shapes_of(config: Mapping[str, Any], spec: ModelSpec, source: str) -> Shapes:
-    """Read a config.json. Raises: ConfigError for a field that is missing or wrong."""
+    """Read the shapes from a config.json. Raises: ConfigError for a missing or wrong field."""
     section, source = text_section(config, source)
     fields = Fields(section=section, source=source)
     hidden = fields.integer("hidden_size")
@@ -82,7 +83,7 @@ def shapes_of(config: Mapping[str, Any], spec: ModelSpec, source: str) -> Shapes
     if num_experts and every > 1:
         num_dense += (spec.num_layers - dense_first) * (every - 1) // every
     outer = Fields(section=config, source=source)
-    # Transformers' classes tie unless told otherwise, and Gemma's files leave it out.
+    # Transformers' classes tie by default, and Gemma's files leave the field out.
     tied = fields.flag("tie_word_embeddings", outer.flag("tie_word_embeddings", _ties(spec)))
     return Shapes(
         hidden_size=hidden,
@@ -100,7 +101,7 @@ def shapes_of(config: Mapping[str, Any], spec: ModelSpec, source: str) -> Shapes
 
 
 def num_parameters(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
-    """About how many weights the shapes make. Raises: ConfigError."""
+    """Estimate the number of weights from the shapes. Raises: ConfigError."""
     shapes = shapes_of(config, spec, source)
     section, source = text_section(config, source)
     fields = Fields(section=section, source=source)
@@ -120,9 +121,9 @@ def num_parameters(config: Mapping[str, Any], spec: ModelSpec, source: str) -> i
 
 
 def num_active_parameters(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
-    """About how many weights a token is multiplied with: not those of experts that others have.
+    """Estimate by how many weights a token is multiplied: those of its own experts alone.
 
-    The table of tokens is looked up, the head is a product. Raises: ConfigError.
+    The token embedding is a look-up, and the output head a product. Raises: ConfigError.
     """
     shapes = shapes_of(config, spec, source)
     idle_experts = max(0, shapes.num_experts - shapes.num_chosen) if shapes.num_experts else 0
@@ -135,7 +136,7 @@ def num_active_parameters(config: Mapping[str, Any], spec: ModelSpec, source: st
 def estimated_footprint(
     config: Mapping[str, Any], spec: ModelSpec, source: str, item_bytes: int
 ) -> Footprint:
-    """The model's own bytes, a weight in ``item_bytes``. Raises: ConfigError."""
+    """Estimate the model's memory, with weights of ``item_bytes``. Raises: ConfigError."""
     shapes, bits = shapes_of(config, spec, source), weight_bits(config)
     whole = num_parameters(config, spec, source)
     coded = 0 if bits is None else whole - shapes.num_in_tables
@@ -150,8 +151,9 @@ def estimated_footprint(
 
 
 def weight_bits(config: Mapping[str, Any]) -> float | None:
-    """Bits of a weight in a quantized checkpoint, its scales among them; None if it is not, or in
-    a way that is not known here. Tables of tokens stay as they are.
+    """Return the bits of a weight in a quantized checkpoint, with its scales.
+
+    Returns None for other checkpoints and for unknown methods. Embeddings are not quantized.
     """
     section, _ = text_section(config, "config.json")
     said = config.get("quantization_config") or section.get("quantization_config")
@@ -162,12 +164,12 @@ def weight_bits(config: Mapping[str, Any]) -> float | None:
         return 4.25  # a scale of eight bits for 32 weights
     bits = said.get("bits") if isinstance(said, Mapping) and method in ("awq", "gptq") else None
     if isinstance(bits, int) and 1 <= bits <= 8:
-        return bits + 20 / 128  # a scale and a zero for 128 weights, as nearly all have them
+        return bits + 20 / 128  # a scale and a zero point for 128 weights, as in nearly all files
     return None
 
 
 def widest_rows(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
-    """Outputs a token has in the widest of the layers' products. Raises: ConfigError."""
+    """Return the most outputs that a token has in one product. Raises: ConfigError."""
     shapes = shapes_of(config, spec, source)
     section, source = text_section(config, source)
     fields = Fields(section=section, source=source)
@@ -194,9 +196,9 @@ def _query_width(fields: Fields, kept: AttentionSpec) -> int:
 
 
 def _attention(fields: Fields, kept: LayerSpec, hidden: int) -> int:
-    """Weights of one layer's part that keeps ``kept``."""
+    """Return the weights of a layer's attention or recurrent part."""
     if isinstance(kept, KeptWhole):
-        # A scan reads and writes about its inner width: in, out, and a gate.
+        # A recurrent layer projects in, out and to a gate, each of about twice the hidden width.
         return 3 * hidden * 2 * hidden
     heads = fields.optional_integer("num_attention_heads") or 1
     if isinstance(kept, LatentAttention):
@@ -214,7 +216,7 @@ def _attention(fields: Fields, kept: LayerSpec, hidden: int) -> int:
 
 
 def _first(fields: Fields, names: tuple[str, ...]) -> int:
-    """The first of these fields that is there; 0 where none is."""
+    """Return the first of these fields that is set, or 0."""
     found = (fields.of_layer(0).optional_integer(name, least=0) for name in names)
     return next((value for value in found if value), 0)
 
@@ -223,15 +225,9 @@ def _ties(spec: ModelSpec) -> bool:
     return spec.model_type.startswith(("gemma", "t5", "bart", "gpt2", "cohere"))
 
 
-# -- weight files ----------------------------------------------------------------------------------
+# -- headers of weight files -----------------------------------------------------------------------
 
-# A model's own bytes from the headers of its safetensors files: every shape, and no weight.
-#
-# A header is a length and a JSON object; only those are read. What a model has besides and no file
-# holds (tables of rotary frequencies) is not seen here.
-
-
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# A header has all shapes. Buffers that a model computes, as rotary frequencies, are in no file.
 _EXPERT = re.compile(r"\.experts?\.\d+\.")
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _FLOATS: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
@@ -246,7 +242,7 @@ _BYTES: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """One tensor of a file."""
+    """A tensor of a file."""
 
     dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
@@ -256,45 +252,42 @@ class Stored:
         return prod(self.shape)
 
     def bytes_in(self, item_bytes: int | None) -> int:
-        """Its bytes, floating-point numbers of 16 bits and more in so many; None: as they are."""
+        """Return its bytes when loaded; if given, ``item_bytes`` replaces 16 bits and more."""
         own = _BYTES.get(self.dtype, 1)
         kept = item_bytes is None or self.dtype not in _FLOATS
         return prod(self.shape) * (own if kept or item_bytes is None else item_bytes)
 
 
 def stored_tensors(folder: Path) -> Mapping[str, Stored] | None:
-    """All tensors of a folder's safetensors files; None where it has none.
+    """Read the tensors of a folder's safetensors files; None if it has no such file.
 
-    Raises: ModelNotLoadable naming the file that is missing or broken.
+    Raises: ModelNotLoadable with the file that is missing or broken.
     """
-    files = _files(folder)
-    if not files:
-        return None
     tensors: dict[str, Stored] = {}
-    for file in files:
+    for file in safetensors_files(folder):
         tensors |= read_header(file)
-    return tensors
+    return tensors or None
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """One file's tensors. Raises: ModelNotLoadable."""
+    """Read a file's tensors. Raises: ModelNotLoadable."""
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if not 2 <= length <= _MOST_HEADER_BYTES:
-                raise ValueError(f"a header of {length:,} bytes")
+                raise ValueError(f"its header has {length:,} bytes")
             text = opened.read(length)
             if len(text) < length:
-                raise ValueError("its header is cut short")
+                raise ValueError("its header is truncated")
             return parsed(json.loads(text))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelNotLoadable(
-            f"{file} is no safetensors file ({error}): fetch it again"
+            f"{file} is not a safetensors file ({error}): download it again"
         ) from error
 
 
 def parsed(header: Mapping[str, Any]) -> dict[str, Stored]:
-    """A header's tensors."""
+    """Return the tensors of a parsed header."""
     return {
         name: Stored(dtype=str(said["dtype"]), shape=tuple(int(n) for n in said["shape"]))
         for name, said in header.items()
@@ -305,9 +298,9 @@ def parsed(header: Mapping[str, Any]) -> dict[str, Stored]:
 def footprint_of(
     tensors: Mapping[str, Stored], shapes: Shapes, item_bytes: int, *, keeps_dtype: bool
 ) -> Footprint:
-    """The footprint of the files' weights; ``shapes`` are those of the config.json beside them.
+    """Compute the bytes of weights and activations from the headers and the config.json's shapes.
 
-    ``keeps_dtype``: weights stay as they are stored, else a number takes ``item_bytes``.
+    ``keeps_dtype`` keeps each weight's stored dtype; else a float takes ``item_bytes``.
     """
     loaded = {name: t for name, t in tensors.items() if not _is_left_out(name, shapes)}
     return Footprint(
@@ -323,7 +316,7 @@ def footprint_of(
 
 
 def _rows(name: str, tensor: Stored, shapes: Shapes) -> int:
-    """Outputs that a token has in this product; experts, one by one in a file, run as one."""
+    """Return a token's outputs in this product; experts, separate in a file, run as one."""
     sides = tensor.shape[-2:]
     if len(sides) < 2 or shapes.vocab_size in sides:
         return 0
@@ -333,22 +326,6 @@ def _rows(name: str, tensor: Stored, shapes: Shapes) -> int:
 
 
 def _is_left_out(name: str, shapes: Shapes) -> bool:
-    """A head that is the table of tokens; tables of old files that are computed today."""
+    """Return whether a tensor is not loaded: a tied head, or a table that is computed today."""
     tied = shapes.is_tied and name.endswith("lm_head.weight")
     return tied or name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
-
-
-def _files(folder: Path) -> list[Path]:
-    if (folder / _WEIGHTS).is_file():
-        return [folder / _WEIGHTS]
-    index = folder / _INDEX
-    if not index.is_file():
-        return []
-    try:
-        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        files = [folder / shard for shard in shards]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelNotLoadable(f"{index} does not map tensors to files ({error!r})") from error
-    if missing := [file for file in files if not file.is_file()]:
-        raise ModelNotLoadable(f"{missing[0]} is missing, and {_INDEX} lists it: fetch it")
-    return files

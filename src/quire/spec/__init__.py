@@ -1,4 +1,4 @@
-"""What a model must remember, layer by layer, from its config.json alone. Imports no torch."""
+"""Describe a model's KV memory layer by layer, from its config.json alone. Imports no torch."""
 
 from quire.spec.layer_specs import (
     AttentionSpec,

@@ -1,8 +1,7 @@
-"""From a config.json to layers: find the text part, look up its family, build each layer's specs.
+"""Read a config.json: find its text section, look up the family, and build each layer's specs.
 
-The fields' spellings and checks are in ``fields``, the families in ``families``, the rules for
-kinds of layers in ``patterns``, the states of recurrent layers in ``recurrent``, what decoders read
-of a source in ``sources``.
+``fields`` has the spellings and checks of fields, ``families`` the model families, ``patterns`` the
+rules for kinds of layers, and ``recurrent_states`` the states of recurrent layers.
 """
 
 import json
@@ -38,20 +37,20 @@ from quire.spec.patterns import (
     with_source,
 )
 
-# Where multimodal models keep the section of the part that writes text.
+# Where multimodal models keep the section of their language model.
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 _DTYPES = ("dtype", "torch_dtype")
 
 _REFUSED_FIELDS = MappingProxyType(
     {
         **{
-            name: f"its sparse indexer ({name}) keeps keys of its own, of no kind held here"
+            name: f"its sparse indexer ({name}) keeps keys of a kind that Quire cannot hold"
             for name in ("index_topk", "indexer_budget")
         },
     }
 )
 
-# Kind of layer → the kinds of memory that it keeps side by side.
+# Kind of layer → the kinds of memory that it has side by side.
 _PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         NOTHING: (),
@@ -64,7 +63,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigReading:
-    """What a config.json says about memory."""
+    """The part of a config.json that sizes memory."""
 
     model_type: str
     layers: tuple[Layer, ...]
@@ -73,9 +72,9 @@ class ConfigReading:
 
 
 def load(path: str | Path) -> tuple[Mapping[str, Any], str]:
-    """A config.json and its name, from its own path or its folder's.
+    """Load a config.json, or the one in a folder. Returns: the object, and the file's name.
 
-    Raises: ModelNotLoadable where there is none, or it holds no JSON object.
+    Raises: ModelNotLoadable if there is none, or it holds no JSON object.
     """
     file = Path(path)
     if file.is_dir():
@@ -90,7 +89,7 @@ def load(path: str | Path) -> tuple[Mapping[str, Any], str]:
 
 
 def read(config: Mapping[str, Any], source: str = "config.json") -> ConfigReading:
-    """The layers of the text part. Raises: ConfigError, UnsupportedModel."""
+    """Read the layers of the text section. Raises: ConfigError, UnsupportedModel."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"{source} holds a {type(config).__name__}, not a JSON object")
     outer = Fields(section=config, source=source).text("model_type") or ""
@@ -115,9 +114,9 @@ def read(config: Mapping[str, Any], source: str = "config.json") -> ConfigReadin
 
 
 def text_section(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], str]:
-    """The innermost section that describes the writer of text; the config itself if it has none.
+    """Find the innermost section of the language model, or the config itself if it has none.
 
-    A section inherits the dtype of the file around it.
+    A section inherits the dtype of the file around it. Returns: the section, and its name.
     """
     section, dtype = config, None
     while True:
@@ -129,28 +128,26 @@ def text_section(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, A
 
 
 def _refuse(fields: Fields, family: ModelFamily) -> None:
-    """Raise UnsupportedModel for what would otherwise be read, and read wrongly."""
+    """Refuse models that would be read wrongly. Raises: UnsupportedModel."""
     if family.refused and not (family.unless and fields.flag(family.unless)):
         raise fields.unsupported(family.refused)
     if fields.section.get("use_bidirectional_attention") in (True, "all"):
-        raise fields.unsupported("it attends in both directions, so it can keep no cache")
+        raise fields.unsupported("it attends in both directions, so it cannot use a cache")
     if family.source_tokens is None and fields.has("is_encoder_decoder"):
-        raise fields.unsupported(
-            "it is an encoder-decoder (is_encoder_decoder) of a kind that is not known here"
-        )
+        raise fields.unsupported("it is an encoder-decoder (is_encoder_decoder) of an unknown kind")
     for name, reason in _REFUSED_FIELDS.items():
         if fields.has(name):
             raise fields.unsupported(reason)
     unread = [name for name in RULES if fields.has(name)]
     if family == ModelFamily() and unread and not fields.has("layer_types"):
         raise fields.unsupported(
-            f"{', '.join(unread)} make its layers differ in a way that is not known here: "
+            f"{', '.join(unread)} make its layers differ in an unknown way: "
             "list 'layer_types', or add a row for its model_type to quire.spec.families"
         )
 
 
 def _layers(fields: Fields, family: ModelFamily, kinds: Sequence[str]) -> tuple[Layer, ...]:
-    """Each layer's specs, or the layer whose keys and values it shares."""
+    """Build each layer's specs, or find the layer whose keys and values it shares."""
     num_sharing = fields.integer("num_kv_shared_layers", 0, least=0)
     if num_sharing >= len(kinds):
         raise fields.wrong(
@@ -161,24 +158,26 @@ def _layers(fields: Fields, family: ModelFamily, kinds: Sequence[str]) -> tuple[
         Layer(specs=_specs(_of_layer(fields, family, i, kind), family, kind))
         for i, kind in enumerate(own)
     ]
-    # Gemma 3n's rule: the last layer of the same kind that still computes its own.
+    # Gemma 3n's rule: the last layer of the same kind that computes its own.
     last = {kind: i for i, kind in enumerate(own)}
     for kind in kinds[len(own) :]:
         if kind not in last:
-            raise fields.unsupported(f"no layer computes what its later {kind} layers share")
+            raise fields.unsupported(
+                f"no layer computes the entries that its later {kind} layers share"
+            )
         layers.append(Layer(specs=(), shares_with=last[kind]))
     return tuple(layers)
 
 
 def _of_layer(fields: Fields, family: ModelFamily, layer: int, kind: str) -> Fields:
-    """The fields as one layer reads them: its kind's and its own above the common ones."""
+    """Return the fields of one layer: its own and its kind's override the common ones."""
     fields = fields.of_layer(layer)
     own: dict[str, Any] = {
         name: value
         for name, special in family.own_fields.get(kind, {}).items()
         if (value := fields.optional_integer(special)) is not None
     }
-    # Transformers 5 writes {"05": {"head_dim": 512}, …}: the layers that differ, by padded index.
+    # Transformers 5 writes the layers that differ by padded index: {"05": {"head_dim": 512}, …}.
     differing = fields.section.get("per_layer_config")
     for index, values in differing.items() if isinstance(differing, Mapping) else ():
         if str(index).lstrip("0") == str(layer).lstrip("0") and isinstance(values, Mapping):
@@ -187,7 +186,7 @@ def _of_layer(fields: Fields, family: ModelFamily, layer: int, kind: str) -> Fie
 
 
 def _specs(fields: Fields, family: ModelFamily, kind: str) -> tuple[LayerSpec, ...]:
-    """What a layer of this kind remembers: nothing, one part, or two side by side."""
+    """Return the specs of a layer of this kind: none, one, or two side by side."""
     return tuple(
         family.recurrent(fields) if part == RECURRENT else _attention(fields, family, part)
         for part in _PARTS.get(kind, (kind,))
@@ -195,12 +194,12 @@ def _specs(fields: Fields, family: ModelFamily, kind: str) -> tuple[LayerSpec, .
 
 
 def _attention(fields: Fields, family: ModelFamily, kind: str) -> AttentionSpec:
-    """Keys and values of a full, sliding or chunked layer; the latent where one is declared."""
+    """Return the spec of a full, sliding or chunked layer, or of a latent if one is declared."""
     dtype = fields.dtype()
     latent_dim = fields.optional_integer("kv_lora_rank", least=0)
     if latent_dim and fields.flag("use_mla", default=True):
         if kind != FULL:
-            raise fields.unsupported(f"{kind} over a compressed latent is of no kind held here")
+            raise fields.unsupported(f"Quire cannot hold {kind} over a compressed latent")
         rope_dim = fields.integer("qk_rope_head_dim")
         return LatentAttention(latent_dim=latent_dim, rope_dim=rope_dim, dtype=dtype)
     num_kv_heads, head_dim = family.num_kv_heads(fields), family.head_dim(fields)

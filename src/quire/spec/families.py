@@ -1,8 +1,8 @@
-"""Model families as a table: which layer is of which kind, and what their files leave unsaid.
+"""List model families: how to find the kinds of their layers, and the defaults of their fields.
 
-To add a family, add a row. A row says only what differs from plain attention as Llama has it; a
+To add a family, add a row. A row says only what differs from plain attention as in Llama; a
 ``model_type`` without a row is read by its fields alone. Defaults are those of the family's config
-class in Transformers, which the files rely on when they leave a field out.
+class in Transformers, on which files rely when they leave a field out.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,26 +46,26 @@ _Values: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """How the files of one ``model_type`` are read."""
+    """How to read the config.json files of one ``model_type``."""
 
-    pattern: Pattern = uniform  # kinds of layers, where ``layer_types`` does not list them
+    pattern: Pattern = uniform  # kinds of layers, if ``layer_types`` does not list them
     recurrent: Callable[[Fields], RecurrentState] = recurrent.unknown  # a recurrent layer's state
     num_kv_heads: Callable[[Fields], int] = heads.stated_kv_heads
     head_dim: Callable[[Fields], int] = heads.stated_head_dim
-    defaults: _Values = field(default_factory=dict)  # for what a file leaves out
-    nested_defaults: _Values = field(default_factory=dict)  # … when it is a section of another's
+    defaults: _Values = field(default_factory=dict)  # of fields that a file leaves out
+    nested_defaults: _Values = field(default_factory=dict)  # further ones, for a nested section
     # kind → {field: the field that replaces it in layers of that kind}
     own_fields: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     window: Callable[[Fields], int] = heads.stated_window
-    heads_in_windows: int = 1  # times as many heads of keys in sliding layers as in the others
-    # Of an encoder-decoder: the most tokens that a source can have.
+    heads_in_windows: int = 1  # factor by which sliding layers have more KV heads
+    # Of an encoder-decoder: the tokens of the longest source.
     source_tokens: Callable[[Fields], int] | None = None
-    refused: str = ""  # why it cannot be held
-    unless: str = ""  # … but it can if its file says that this is true
+    refused: str = ""  # why Quire cannot hold its memory
+    unless: str = ""  # a field that lifts the refusal if it is true
 
 
 def _sizes(layers: int, query_heads: int, kv_heads: int, hidden: int, context: int) -> _Values:
-    """The class's sizes, which multimodal files leave out of their text section."""
+    """Return the class's sizes, which multimodal files leave out of their text section."""
     return {
         "num_hidden_layers": layers,
         "num_attention_heads": query_heads,
@@ -75,7 +75,7 @@ def _sizes(layers: int, query_heads: int, kv_heads: int, hidden: int, context: i
     }
 
 
-# No position is encoded and no length is stated: as far as memory goes, they run for ever.
+# These models encode no positions and state no context, so any length works.
 _ENDLESS = MappingProxyType({"max_position_embeddings": 2**20})
 _MAMBA2_HEADS = MappingProxyType(
     {"mamba_num_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
@@ -141,7 +141,7 @@ _QWEN3_HYBRID = ModelFamily(
         "linear_value_head_dim": 128,
     },
 )
-# No position is learnt; the length is that of their training.
+# These models learn no positions; the context is that of their training.
 _T5 = ModelFamily(
     head_dim=heads.key_width,
     source_tokens=as_long_as_the_text,
@@ -150,7 +150,7 @@ _T5 = ModelFamily(
 _BART = ModelFamily(source_tokens=as_long_as_the_text, defaults={"max_position_embeddings": 1024})
 _SWA = ModelFamily(pattern=every(4, at=0), defaults={"sliding_window": 128})
 
-# Encoders, unless they were made to write.
+# Encoders, unless they are decoders (``is_decoder``).
 _ENCODERS = (
     *("albert", "bert", "bert-generation", "big_bird", "camembert", "clip_text_model"),
     *("data2vec-text", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert"),
@@ -158,7 +158,7 @@ _ENCODERS = (
     *("roberta-prelayernorm", "roc_bert", "roformer", "siglip_text_model", "vit", "wav2vec2"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
-_STATE_OF_ITS_OWN = "its layers keep states of their own kind, outside Transformers' cache"
+_STATE_OF_ITS_OWN = "its layers keep states of their own outside Transformers' cache"
 _REFUSED = MappingProxyType(
     {
         "blt": "it reads bytes in patches, and several models within it keep caches of their own",
@@ -253,7 +253,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         "gpt_bigcode": ModelFamily(
             num_kv_heads=heads.bigcode_kv_heads, defaults={"multi_query": True}
         ),
-        # Its local layers cut their windows out of a mask over all tokens: all are kept.
+        # Its local layers mask their windows out of all tokens, so that all are kept.
         "gpt_neo": ModelFamily(pattern=only(FULL)),
         "gpt_oss": ModelFamily(pattern=every(2), defaults={"head_dim": 64, "sliding_window": 128}),
         "granite_swa": _SWA,
@@ -320,7 +320,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         "mistral": ModelFamily(
             defaults={"sliding_window": 4096}, nested_defaults=_sizes(32, 32, 8, 4096, 131_072)
         ),
-        # Layers that look at an image keep nothing of a text.
+        # Layers that attend to an image keep nothing of the text.
         "mllama_text_model": ModelFamily(
             pattern=chosen("cross_attention_layers", NOTHING, rest=FULL, absent=only(FULL))
         ),

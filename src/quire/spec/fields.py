@@ -1,7 +1,6 @@
-"""One section of a config.json, read field by field and checked where it is read.
+"""Read the fields of a config.json's section: all their spellings, with every value checked.
 
-A field has many spellings and many ways to be wrong; here both are dealt with once. Which fields a
-model family needs, and what they mean, is said in ``families``.
+``families`` says which fields a model family has, and which rules below read its heads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,7 @@ from typing import Any
 from quire.errors import ConfigError, UnsupportedModel
 from quire.spec.layer_specs import DTYPE_BYTES
 
-# -- fields ----------------------------------------------------------------------------------------
-
-
-# The name we use → what else files call it, in the order of trust. A dot enters a section.
+# The name used here → other spellings in files, the most trusted first. A dot enters a section.
 SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "num_hidden_layers": (
@@ -77,7 +73,7 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-# Far beyond any model, and far below what would make arithmetic or a list of layers a problem.
+# Limits far above any model, and far below what would make arithmetic or lists too large.
 _MOST = MappingProxyType(
     {
         "num_hidden_layers": 10_000,
@@ -91,10 +87,10 @@ _MOST_OTHERS = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """A section, its family's defaults beneath, and the layer for which a list is to be read.
+    """A section, the defaults of its family, and the layer whose entries of lists it reads.
 
-    A field that is absent falls to the default; null and "auto" mean none. Where a value is a list
-    and ``layer`` is set, the layer's own entry is meant: so do models whose layers differ in heads.
+    A missing field has its default; null and "auto" mean none. If ``layer`` is set and a value is a
+    list, the field is the layer's entry, as in models whose layers differ in heads.
     """
 
     section: Mapping[str, Any]
@@ -103,7 +99,7 @@ class Fields:
     layer: int | None = None
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number from ``least`` to its limit. Raises: ConfigError, also where absent."""
+        """Read a whole number of at least ``least``. Raises: ConfigError if wrong or missing."""
         value = self.optional_integer(name, least=least)
         if value is not None:
             return value
@@ -112,22 +108,23 @@ class Fields:
         others = "".join(f", {other!r}" for other in SPELLINGS.get(name, ()))
         raise ConfigError(
             f"{self.source} has no {name!r}{' (nor' + others[1:] + ')' if others else ''}: "
-            "add it; without it the cache cannot be sized"
+            "add it: it sizes the cache"
         )
 
     def optional_integer(self, name: str, *, least: int = 1) -> int | None:
-        """The same, or None where the field is null or absent."""
+        """Read a whole number, or None if the field is null or missing. Raises: ConfigError."""
         value = self._value(name)
         if value is None:
             return None
         if isinstance(value, float) and value.is_integer():
-            value = int(value)  # JSON has one kind of number
+            value = int(value)  # JSON does not tell 2.0 from 2
         most = _MOST.get(name, _MOST_OTHERS)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self.wrong(name, value, f"must be a whole number from {least:,} to {most:,}")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Read true or false. Raises: ConfigError."""
         value = self._value(name)
         if value is None:
             return default
@@ -136,24 +133,25 @@ class Fields:
         return value
 
     def text(self, name: str) -> str | None:
+        """Read a string, or None if it is missing. Raises: ConfigError."""
         value = self._value(name)
         if value is not None and not isinstance(value, str):
             raise self.wrong(name, value, "must be a string")
         return value
 
     def items(self, name: str) -> Sequence[Any] | None:
-        """A list, whole, or None where absent."""
+        """Read a whole list, or None if it is missing. Raises: ConfigError."""
         value = self._value(name, of_layer=False)
         if value is not None and not isinstance(value, list | tuple):
             raise self.wrong(name, value, "must be a list")
         return value
 
     def has(self, name: str) -> bool:
-        """Whether the field says anything: null, false and an empty list do not."""
+        """Return whether the field is set, and not to null, false or an empty list."""
         return bool(self._value(name, of_layer=False))
 
     def dtype(self) -> str:
-        """The dtype's name; bfloat16, as nearly all published weights are, where none is stated."""
+        """Read the dtype; the default is bfloat16, as in nearly all files. Raises: ConfigError."""
         name = (self.text("dtype") or "bfloat16").removeprefix("torch.")
         name = {"half": "float16", "float": "float32", "double": "float64"}.get(name, name)
         if name not in DTYPE_BYTES:
@@ -161,32 +159,32 @@ class Fields:
         return name
 
     def entry(self, name: str) -> "Fields":
-        """This layer's entry of a list of sections."""
+        """Return this layer's entry of a list of sections. Raises: ConfigError."""
         value = self._value(name)
         if not isinstance(value, Mapping):
             raise self.wrong(name, value, "must be a list with one section a layer")
         return replace(self, section=value, defaults={})
 
     def of_layer(self, layer: int) -> "Fields":
-        """The same section as layer ``layer`` reads it."""
+        """Return the section as one layer reads it."""
         return replace(self, layer=layer)
 
     def with_values(self, values: Mapping[str, Any]) -> "Fields":
-        """The same section with these values above its own."""
+        """Return the section with these values in place of its own."""
         return replace(self, section={**self.section, **values}) if values else self
 
     def quotient(self, dividend: int, divisor: int, name: str) -> int:
-        """``dividend / divisor``. Raises: ConfigError naming ``name`` where it leaves a rest."""
+        """Divide without a rest. Raises: ConfigError with the field ``name``."""
         if dividend % divisor:
             raise self.wrong(name, divisor, f"does not divide {dividend:,}")
         return dividend // divisor
 
     def unsupported(self, reason: str) -> UnsupportedModel:
-        """The error for a model whose memory cannot be held."""
+        """Return the error for a model whose memory Quire cannot hold."""
         return UnsupportedModel(f"{self.source}: this model is not supported: {reason}")
 
     def wrong(self, name: str, value: object, limit: str) -> ConfigError:
-        """The error for a value that cannot work."""
+        """Return the error for a value that cannot work."""
         return ConfigError(f"{self.source}: {name} = {shown(value)} {limit}")
 
     def _value(self, name: str, *, of_layer: bool = True) -> Any:
@@ -206,18 +204,18 @@ class Fields:
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: short, however long or deep it is."""
+    """Return a value as error messages show it, in at most 80 characters."""
     short = Repr()
     short.maxstring = short.maxlong = 60
     try:
         text = short.repr(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
+    except ValueError:  # Python prints no integer of more than 4,300 digits
         return "a number of thousands of digits"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _look_up(section: Mapping[str, Any], spelling: str) -> tuple[Any] | None:
-    """The value under ``a`` or ``a.b``, wrapped, since null is a value; None where it is absent."""
+    """Return the value of ``a`` or ``a.b`` as a tuple, since null is a value; None if missing."""
     value: Any = section
     for part in spelling.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -226,15 +224,11 @@ def _look_up(section: Mapping[str, Any], spelling: str) -> tuple[Any] | None:
     return (value,)
 
 
-# -- heads -----------------------------------------------------------------------------------------
-
-# How many heads of keys and values a layer has, how wide they are, and how far they are read.
-#
-# Which family reads them by which of these rules is said in ``families``.
+# -- rules for heads and windows -------------------------------------------------------------------
 
 
 def stated_kv_heads(fields: Fields) -> int:
-    """As stated, else one for each query head, whose number they must divide."""
+    """Return the stated number, which must divide the query heads; default: one per query head."""
     stated = fields.optional_integer("num_key_value_heads")
     if stated is None:
         return fields.integer("num_attention_heads")
@@ -243,45 +237,45 @@ def stated_kv_heads(fields: Fields) -> int:
 
 
 def falcon_kv_heads(fields: Fields) -> int:
-    """One for all in Falcon-7B, groups since Falcon-40B (Transformers caches them expanded)."""
+    """Return one head for Falcon-7B, and groups since Falcon-40B (Transformers expands them)."""
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         return 1
     return stated_kv_heads(fields)
 
 
 def bigcode_kv_heads(fields: Fields) -> int:
-    """One for all unless ``multi_query`` is false (StarCoder)."""
+    """Return one head, unless ``multi_query`` is false (StarCoder)."""
     return 1 if fields.flag("multi_query") else fields.integer("num_attention_heads")
 
 
 def searched_kv_heads(fields: Fields) -> int:
-    """Nemotron-NAS: a layer states how many query heads share one."""
+    """Return Nemotron-NAS's heads: a layer states how many query heads share one."""
     shared_by = fields.entry("block_configs").integer("attention.n_heads_in_group")
     return fields.quotient(fields.integer("num_attention_heads"), shared_by, "n_heads_in_group")
 
 
 def stated_head_dim(fields: Fields) -> int:
-    """As stated, else hidden_size / num_attention_heads."""
+    """Return the stated width, else hidden_size / num_attention_heads."""
     return fields.optional_integer("head_dim") or _split(fields, width=1)
 
 
 def key_width(fields: Fields) -> int:
-    """T5's ``d_kv``, whatever the hidden size is."""
+    """Return T5's ``d_kv``, which is independent of the hidden size."""
     return fields.integer("d_kv")
 
 
 def doubled_head_dim(fields: Fields) -> int:
-    """Zamba's shared attention reads the hidden state and the embedding side by side."""
+    """Return Zamba's head width, whose attention reads the hidden state beside the embedding."""
     return fields.optional_integer("attention_head_dim") or _split(fields, width=2)
 
 
 def stated_window(fields: Fields) -> int:
-    """As stated: tokens, the reading one included."""
+    """Return the stated window in tokens, which includes the query's own token."""
     return fields.integer("sliding_window")
 
 
 def window_before(fields: Fields) -> int:
-    """MiMo's files count the tokens before the reading one; its class adds that one."""
+    """Return MiMo's window; its files do not count the query's own token."""
     before = fields.optional_integer("sliding_window_size")
     return stated_window(fields) if before is None else before + 1
 

@@ -1,15 +1,7 @@
-"""What one layer must remember: six kinds, a closed union.
+"""Describe the KV memory of one layer: six kinds, each with the same methods.
 
-Each kind answers the same questions, and this is the only place where the KV formula stands:
-
-* ``bytes_per_token``     what one more token costs while nothing is forgotten;
-* ``live_start(n)``       the first of n tokens that a later token can still read;
-* ``live_range(n)``       all of those, as a range;
-* ``bytes_for(n)``        bytes that must be kept once n tokens are computed and more may follow;
-* ``peak_tokens(n, s)``   the most tokens held at once on the way to n, in steps of s tokens;
-* ``block_bytes(B)``      bytes of one block of B tokens in this layer.
-
-How the bytes are laid out, who holds which block and how much room there is, other rooms decide.
+This is the only place with the formula for KV bytes. The layout of the bytes, and which sequence
+holds which block, are decided elsewhere.
 """
 
 from collections.abc import Mapping
@@ -36,28 +28,28 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
         "int8": 1,
     }
 )
-# What gives whole numbers a range: one for each token's key in each head, and one for its value.
-SCALE_BYTES: Mapping[str, int] = MappingProxyType({"int8": 4})  # float32; fp8 has a range itself
+# The float32 scale of each token's key in each head, and of its value; fp8 needs none.
+SCALE_BYTES: Mapping[str, int] = MappingProxyType({"int8": 4})
 
 
 Count = TypeVar("Count", int, "npt.NDArray[np.int64]")  # one number of tokens, or many at once
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element. Raises: ConfigError naming the known dtypes."""
+    """Return the bytes of one element. Raises: ConfigError with the known dtypes."""
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype {dtype!r} is unknown; known: {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]
 
 
 def scale_bytes(dtype: str) -> int:
-    """Bytes of the scale beside one head's key, or value, of a token; 0 where there is none."""
+    """Return the bytes of the scale of a token's key (or value) in one head, or 0."""
     return SCALE_BYTES.get(dtype, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KeysAndValues:
-    """What full, sliding and chunked attention have in common: a key and a value a head and token.
+    """Keys and values, which full, sliding and chunked attention keep per head and token.
 
     Source: block bytes = 2 x block_size x kv_heads x head_size x dtype bytes, Kwon et al. 2023 §4;
     int8 with a scale for each token and head as vLLM's ``int8_per_token_head``.
@@ -70,7 +62,7 @@ class _KeysAndValues:
 
     @property
     def entry_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Shapes of one token's key and value: ([K, D], [K, Dv])."""
+        """Return the shapes of one token's key and value: ([K, D], [K, Dv])."""
         return (
             (self.num_kv_heads, self.head_dim),
             (self.num_kv_heads, self.value_head_dim or self.head_dim),
@@ -78,9 +70,27 @@ class _KeysAndValues:
 
     @property
     def bytes_per_token(self) -> int:
+        """Return the bytes of one more token, while no window passes any."""
         return _entry_bytes(self.entry_shapes, self.dtype)
 
+    def live_start(self, num_tokens: Count) -> Count:
+        """Return the first of ``num_tokens`` tokens that a later token can still read."""
+        raise NotImplementedError
+
+    def live_range(self, num_tokens: int) -> range:
+        """Return the tokens that a later token can still read."""
+        return range(self.live_start(num_tokens), num_tokens)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Return the bytes to keep once ``num_tokens`` are computed and more may follow."""
+        return len(self.live_range(num_tokens)) * self.bytes_per_token
+
+    def peak_tokens(self, num_tokens: int, step_tokens: int = 1) -> int:
+        """Return the most tokens held at once on the way there, in steps of ``step_tokens``."""
+        raise NotImplementedError
+
     def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of a block of ``block_size`` tokens in this layer."""
         return block_size * self.bytes_per_token
 
 
@@ -91,12 +101,6 @@ class FullAttention(_KeysAndValues):
     def live_start(self, num_tokens: Count) -> Count:
         return 0 * num_tokens
 
-    def live_range(self, num_tokens: int) -> range:
-        return range(num_tokens)
-
-    def bytes_for(self, num_tokens: int) -> int:
-        return num_tokens * self.bytes_per_token
-
     def peak_tokens(self, num_tokens: int, step_tokens: int = 1) -> int:
         return num_tokens
 
@@ -105,19 +109,13 @@ class FullAttention(_KeysAndValues):
 class SlidingWindow(_KeysAndValues):
     """Keys and values of the last ``window`` tokens: token i reads (i - window, i].
 
-    Before token n is computed, its window holds n - window + 1 … n - 1: that is what stays live.
+    Before token n is computed, its window holds n - window + 1 … n - 1, and these stay live.
     """
 
-    window: int  # tokens, the reading token included
+    window: int  # tokens, with the query's own
 
     def live_start(self, num_tokens: Count) -> Count:
         return (num_tokens - self.window + 1) * (num_tokens >= self.window)
-
-    def live_range(self, num_tokens: int) -> range:
-        return range(self.live_start(num_tokens), num_tokens)
-
-    def bytes_for(self, num_tokens: int) -> int:
-        return len(self.live_range(num_tokens)) * self.bytes_per_token
 
     def peak_tokens(self, num_tokens: int, step_tokens: int = 1) -> int:
         return min(num_tokens, self.window - 1 + step_tokens)
@@ -132,21 +130,15 @@ class ChunkedAttention(_KeysAndValues):
     def live_start(self, num_tokens: Count) -> Count:
         return num_tokens - num_tokens % self.chunk
 
-    def live_range(self, num_tokens: int) -> range:
-        return range(self.live_start(num_tokens), num_tokens)
-
-    def bytes_for(self, num_tokens: int) -> int:
-        return len(self.live_range(num_tokens)) * self.bytes_per_token
-
     def peak_tokens(self, num_tokens: int, step_tokens: int = 1) -> int:
         return min(num_tokens, self.chunk - 1 + step_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """One compressed latent and one rotary key a token, shared by all heads (MLA).
+    """One compressed latent and one rotary key per token, shared by all heads (MLA).
 
-    A model that also compresses along the tokens keeps ``1 / compress_ratio`` of them.
+    A model that also compresses along the tokens keeps one entry per ``compress_ratio`` tokens.
     Source: DeepSeek-V2 §2.1; stored block = block_size // compress_ratio as in vLLM's MLA spec.
     """
 
@@ -157,12 +149,12 @@ class LatentAttention:
 
     @property
     def entry_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Shapes of one token's latent and rotary key: ([1, latent], [1, rope])."""
+        """Return the shapes of one token's latent and rotary key: ([1, latent], [1, rope])."""
         return ((1, self.latent_dim), (1, self.rope_dim))
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one stored entry, which stands for ``compress_ratio`` tokens."""
+        """Return the bytes of one entry, which stands for ``compress_ratio`` tokens."""
         return _entry_bytes(self.entry_shapes, self.dtype)
 
     def live_start(self, num_tokens: Count) -> Count:
@@ -178,14 +170,14 @@ class LatentAttention:
         return num_tokens
 
     def storage_block_size(self, block_size: int) -> int:
-        """Entries stored for a block of ``block_size`` tokens."""
+        """Return the number of entries of a block of ``block_size`` tokens."""
         return block_size // self.compress_ratio
 
     def block_bytes(self, block_size: int) -> int:
         return self.storage_block_size(block_size) * self.bytes_per_token
 
 
-# Names of states that a layer keeps in the dtype of its weights; others have one of their own.
+# Names of states in the dtype of the layer's weights; others have a dtype of their own.
 IN_WEIGHTS_DTYPE = ("conv", "value", "memory")
 
 
@@ -199,7 +191,7 @@ class StateTensor:
 
     @property
     def is_convolution(self) -> bool:
-        """Whether it is one of a layer's windows over its latest inputs; else what a scan keeps."""
+        """Return whether it is a window over the latest inputs, and not the state of a scan."""
         return self.name.startswith("conv")
 
     @property
@@ -208,9 +200,9 @@ class StateTensor:
 
 
 class _InOnePlace:
-    """What recurrent states and sources have in common: tensors of one size, whatever the length.
+    """Tensors of a fixed size per sequence, as recurrent states and sources are.
 
-    No token has a slot there; the latest one stands for the whole, which all that follow read.
+    Tokens have no slots of their own. The latest token stands for the whole, which later ones read.
     """
 
     __slots__ = ()
@@ -218,7 +210,7 @@ class _InOnePlace:
 
     @property
     def num_places(self) -> int:
-        """Places of a sequence, each for the whole."""
+        """Return how many such places a sequence has."""
         return 1
 
     @property
@@ -242,7 +234,7 @@ class _InOnePlace:
         return min(num_tokens, 1)
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of the whole, whatever the block size."""
+        """Return the bytes of the whole, for any block size."""
         return self.state_bytes
 
 
@@ -250,7 +242,7 @@ class _InOnePlace:
 class RecurrentState(_InOnePlace):
     """A state of fixed size that each token overwrites (Mamba, linear attention, convolution).
 
-    Speculation keeps one further state for each draft token, so that a rejected one can be undone.
+    Speculation keeps one more state per draft token, to go back when a draft is rejected.
     """
 
     states: tuple[StateTensor, ...]
@@ -263,21 +255,21 @@ class RecurrentState(_InOnePlace):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossAttention(_InOnePlace):
-    """Keys and values of a source that an encoder has read: written once, and then only read.
+    """Keys and values of a source that an encoder has read: written once, with the first token.
 
-    They come with the first token of a text and no other adds to them, so that the whole source is
-    one thing to keep, with one place for the longest: for Whisper exactly what it always is.
+    The whole source has one place, of the size of the longest source, which is every source's size
+    for Whisper.
     """
 
     num_kv_heads: int
     head_dim: int
     dtype: str
-    source_tokens: int  # the most that a source can have
+    source_tokens: int  # of the longest source
     value_head_dim: int | None = None  # None: as wide as the key
 
     @property
     def states(self) -> tuple[StateTensor, ...]:  # type: ignore[override]
-        """The longest source's keys and values: [K, source tokens, D] and […, Dv]."""
+        """Return the tensors of keys and values: [K, source tokens, D] and […, Dv]."""
         heads, length = self.num_kv_heads, self.source_tokens
         values = (heads, length, self.value_head_dim or self.head_dim)
         return (
@@ -294,21 +286,20 @@ LayerSpec: TypeAlias = (
     | RecurrentState
     | CrossAttention
 )
-# What is kept in one piece, in a place of its own (``num_places``), however long the text is: no
-# token has a slot there.
+# Memory of a fixed size per sequence, in which tokens have no slots.
 KeptWhole: TypeAlias = RecurrentState | CrossAttention
 AttentionSpec: TypeAlias = FullAttention | SlidingWindow | ChunkedAttention | LatentAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One decoder layer: what it remembers, and whose memory it reads instead."""
+    """One decoder layer: its own memory, or the layer whose memory it reads."""
 
-    specs: tuple[LayerSpec, ...]  # () for none; two where attention and Mamba run side by side,
-    # or where it attends to a source besides
+    # None; one; or two, if attention runs beside Mamba, or the layer also attends to a source.
+    specs: tuple[LayerSpec, ...]
     shares_with: int | None = None  # index of the layer whose keys and values this one reads
 
 
 def _entry_bytes(shapes: tuple[tuple[int, int], ...], dtype: str) -> int:
-    """One token's keys and values, and their scales."""
+    """Return the bytes of one token's keys and values, with their scales."""
     return sum(heads * (width * dtype_bytes(dtype) + scale_bytes(dtype)) for heads, width in shapes)

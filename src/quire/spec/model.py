@@ -1,8 +1,7 @@
-"""A whole model's memory: its layers, and the groups of layers that remember alike.
+"""Describe a model's KV memory: its layers, and the groups of layers with equal memory.
 
 ``ModelSpec.from_config`` reads any Hugging Face ``config.json``; it neither imports Transformers
-nor loads weights. How one layer's bytes are counted is in ``layers``, how a file is read in
-``config_json``.
+nor loads weights. ``layer_specs`` counts a layer's bytes, and ``config_json`` reads the file.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,40 +39,40 @@ class Group:
 
     @property
     def bytes_per_token(self) -> int:
-        """What one more token costs in all the group's layers, while nothing is forgotten."""
+        """Return the bytes of one more token in all layers, while no window passes any."""
         return self.num_layers * self.spec.bytes_per_token
 
     def live_start(self, num_tokens: Count) -> Count:
-        """The first of so many tokens that a later token can still read here."""
+        """Return the first of ``num_tokens`` tokens that a later token can still read here."""
         return self.spec.live_start(num_tokens)
 
     def live_range(self, num_tokens: int) -> range:
-        """Which of the first tokens a later token can still read here."""
+        """Return the tokens that a later token can still read here."""
         return self.spec.live_range(num_tokens)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Bytes to keep in all the group's layers once that many tokens are computed."""
+        """Return the bytes to keep in all layers once ``num_tokens`` are computed."""
         return self.num_layers * self.spec.bytes_for(num_tokens)
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block in all the group's layers."""
+        """Return the bytes of one block in all layers."""
         return self.num_layers * self.spec.block_bytes(block_size)
 
     def peak_bytes(self, num_tokens: int, step_tokens: int = 1) -> int:
-        """The most bytes held at once on the way to ``num_tokens``, in steps of ``step_tokens``."""
+        """Return the most bytes held on the way to ``num_tokens``, in steps of ``step_tokens``."""
         if not isinstance(self.spec, SlidingWindow | ChunkedAttention):
-            return self.bytes_for(num_tokens)  # nothing is forgotten: the end is the peak
+            return self.bytes_for(num_tokens)  # it only grows, so the end is the peak
         return self.bytes_per_token * self.spec.peak_tokens(num_tokens, step_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What a model must remember."""
+    """The KV memory of a model."""
 
     model_type: str
     layers: tuple[Layer, ...]
     max_model_len: int  # tokens: the context that the model was made for
-    dtype: str  # of the weights, and of K and V unless told otherwise
+    dtype: str  # of the weights, and of keys and values by default
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], source: str = "config.json") -> "ModelSpec":
@@ -92,7 +91,7 @@ class ModelSpec:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "ModelSpec":
-        """Read a config.json, or the one in a model's folder. Raises: also ModelNotLoadable."""
+        """Read a config.json, or that of a folder. Raises: as ``from_config``; ModelNotLoadable."""
         config, source = config_json.load(path)
         return cls.from_config(config, source)
 
@@ -102,7 +101,7 @@ class ModelSpec:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Layers with equal specs, in the order of their first layer."""
+        """Return the groups of layers with equal specs, in the order of their first layer."""
         members: dict[LayerSpec, list[int]] = {}
         for index, layer in enumerate(self.layers):
             for spec in layer.specs:
@@ -111,12 +110,12 @@ class ModelSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """What one more token costs while nothing is forgotten."""
+        """Return the bytes of one more token, while no window passes any."""
         return sum(group.bytes_per_token for group in self.groups)
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """Those that keep a state, whatever else they keep."""
+        """Return the indices of the layers that keep a recurrent state."""
         return tuple(
             index
             for index, layer in enumerate(self.layers)
@@ -125,7 +124,7 @@ class ModelSpec:
 
     @property
     def source_tokens(self) -> int:
-        """The most that a source can have which its layers attend to; 0 where there is none."""
+        """Return the tokens of the longest source of an encoder-decoder, or 0."""
         return max(
             (g.spec.source_tokens for g in self.groups if isinstance(g.spec, CrossAttention)),
             default=0,
@@ -133,35 +132,35 @@ class ModelSpec:
 
     @property
     def state_bytes(self) -> int:
-        """What is kept of one sequence whatever its length: recurrent states, a source."""
+        """Return the bytes that a sequence of any length takes: recurrent states and a source."""
         return sum(group.bytes_for(1) for group in self.groups if isinstance(group.spec, KeptWhole))
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Bytes that must be kept once ``num_tokens`` are computed and more may follow."""
+        """Return the bytes to keep once ``num_tokens`` are computed and more may follow."""
         return sum(group.bytes_for(num_tokens) for group in self.groups)
 
     def peak_bytes(self, num_tokens: int, step_tokens: int = 1) -> int:
-        """The most bytes held at once on the way to ``num_tokens``, in steps of ``step_tokens``."""
+        """Return the most bytes held on the way to ``num_tokens``, in steps of ``step_tokens``."""
         return sum(group.peak_bytes(num_tokens, step_tokens) for group in self.groups)
 
     def live_ranges(self, num_tokens: int) -> tuple[tuple[Group, range], ...]:
-        """For each group, which of the first tokens a later token can still read."""
+        """Return each group with the tokens that a later token can still read."""
         return tuple((group, group.live_range(num_tokens)) for group in self.groups)
 
     @property
     def attention_alone(self) -> "ModelSpec":
-        """The same model without the states of its recurrent layers."""
+        """Return the spec without the states of its recurrent layers."""
         return self._without(RecurrentState)
 
     @property
     def text_alone(self) -> "ModelSpec":
-        """The same model without the source that its layers attend to."""
+        """Return the spec without the source that its layers attend to."""
         return self._without(CrossAttention)
 
     def with_kv_dtype(self, dtype: str) -> "ModelSpec":
-        """The same model with keys, values and latents of its text in ``dtype``.
+        """Return the spec with the text's keys, values and latents stored in ``dtype``.
 
-        Recurrent states keep theirs, and so does a source, which its model reads as it was written.
+        Recurrent states and a source keep their dtype, since the model reads them as written.
 
         Raises: ConfigError for an unknown dtype.
         """
@@ -173,7 +172,7 @@ class ModelSpec:
         return self._with_specs(stored)
 
     def computed_in(self, dtype: str) -> "ModelSpec":
-        """The same model with its weights in ``dtype``: what it keeps is too, but for its scans.
+        """Return the spec for weights in ``dtype``; all its memory but scans is in ``dtype`` too.
 
         Raises: ConfigError for an unknown dtype.
         """
@@ -191,7 +190,7 @@ class ModelSpec:
         return self.with_kv_dtype(dtype)._with_specs(computed)
 
     def with_source_tokens(self, source_tokens: int) -> "ModelSpec":
-        """The same model with room for sources of so many tokens."""
+        """Return the spec with room for sources of ``source_tokens``."""
 
         def sized(spec: LayerSpec) -> LayerSpec:
             if not isinstance(spec, CrossAttention):

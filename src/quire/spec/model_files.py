@@ -1,6 +1,6 @@
-"""What a model's name means: a folder with whole files, or a repository of the Hugging Face hub.
+"""Find a model by its name: a folder with complete files, or a repository of the hub.
 
-No weight is read and no torch imported, so that a name that means nothing is said at once.
+No weight is read and no torch imported, so that a wrong name fails at once.
 """
 
 import json
@@ -20,7 +20,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def find_spec(name: str | Path | None = None) -> tuple[str, ModelSpec]:
-    """What a model is called, and what it must remember; a folder's files are looked at.
+    """Find a model, and check its files. Returns: its name, and its memory.
 
     Raises: ModelNotLoadable, UnsupportedModel, ConfigError.
     """
@@ -32,21 +32,22 @@ def find_spec(name: str | Path | None = None) -> tuple[str, ModelSpec]:
 
 
 def called(name: str | Path | None) -> str:
+    """Return the model's name as it is shown."""
     return DEMO_MODEL if name is None else str(Path(name).expanduser())
 
 
 def find_folder(name: str | Path | None) -> Path | None:
-    """The local folder that a name means; None for a repository of the hub.
+    """Return the local folder of a model, or None for a repository of the hub.
 
-    Of a hub that does not answer it is the folder in its cache. Raises: ModelNotLoadable.
+    If the hub does not answer, it is the folder in the hub's cache. Raises: ModelNotLoadable.
     """
     if name is None:
         return Path(str(files("quire") / "demo_model"))
     try:
         path = Path(name).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, RuntimeError) as error:  # too long a name; no such user
-        raise ModelNotLoadable(f"{str(name)[:80]!r} is no folder: {error}") from error
+    except (OSError, RuntimeError) as error:  # the name is too long; no such user
+        raise ModelNotLoadable(f"{str(name)[:80]!r} is not a folder: {error}") from error
     if is_folder:
         return path
     if is_file:
@@ -60,10 +61,10 @@ def find_folder(name: str | Path | None) -> Path | None:
 
 
 def cached_folder(name: str) -> Path | None:
-    """Where the hub's cache has a repository, if the hub does not answer; None if it does.
+    """Return a repository's folder in the hub's cache if the hub does not answer, else None.
 
-    It is asked once. Its own library would ask for half a minute, and that for each file.
-    Raises: OSError where neither has it.
+    It asks the hub once. The hub's library would try for half a minute, and again for each file.
+    Raises: OSError if neither the hub nor the cache has it.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
@@ -71,14 +72,14 @@ def cached_folder(name: str) -> Path | None:
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"))
     except (HfHubHTTPError, ValueError):
-        pass  # it does answer, or this is no name: what is wrong is said when it is fetched
+        pass  # it answers, or the name is invalid: the download reports the error
     except Exception as error:
         try:
             found = Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
         except Exception:
             raise OSError(
-                f"it cannot be reached ({first_line(error)}), and nothing of that model is in its "
-                "cache here: check the network, or give a folder"
+                f"it cannot be reached ({first_line(error)}), and its cache here does not have the "
+                "model: check the network, or give a folder"
             ) from error
         log.info("the hub cannot be reached (%s): %s is read", first_line(error), found)
         return found
@@ -86,12 +87,12 @@ def cached_folder(name: str) -> Path | None:
 
 
 def hub_spec(name: str) -> ModelSpec:
-    """From the config.json on the hub. Raises: ModelNotLoadable, UnsupportedModel, ConfigError."""
+    """Read a config.json of the hub. Raises: ModelNotLoadable, UnsupportedModel, ConfigError."""
     from huggingface_hub import hf_hub_download
 
     try:
         file = hf_hub_download(name, "config.json")
-    except Exception as error:  # many kinds: no such model, no right to it
+    except Exception as error:  # of many classes: no such model, no permission
         raise _not_given(name, error) from error
     config, _ = load(file)
     return ModelSpec.from_config(config, f"config.json of {name}")
@@ -99,51 +100,57 @@ def hub_spec(name: str) -> ModelSpec:
 
 def _not_given(name: str, error: Exception) -> ModelNotLoadable:
     return ModelNotLoadable(
-        f"{name!r} is no local folder, and the Hugging Face hub did not give it: "
+        f"{name!r} is not a local folder, and the Hugging Face hub did not give it: "
         f"{first_line(error)}"
     )
 
 
 def check_weights(folder: Path) -> None:
-    """Look for what is missing or cut short before anything is mapped.
+    """Check that a folder's files are complete, before any is mapped.
 
-    Raises: ModelNotLoadable naming the file and the reason.
+    Raises: ModelNotLoadable with the file and the reason.
     """
     from safetensors import SafetensorError, safe_open
 
     if not (folder / "config.json").is_file():
         raise ModelNotLoadable(f"{folder} has no config.json: it is not a model's folder")
-    for file in _weight_files(folder):
-        if not file.is_file():
-            raise ModelNotLoadable(f"{file} is missing, and {_INDEX} lists it: fetch it")
+    files = safetensors_files(folder)
+    if not files and not list(folder.glob("pytorch_model*.bin")):
+        raise ModelNotLoadable(
+            f"{folder} has no weights: neither {_WEIGHTS} nor {_INDEX} nor pytorch_model.bin"
+        )
+    for file in files:
         try:
             with safe_open(file, framework="np") as tensors:
                 tensors.keys()
         except (SafetensorError, OSError) as error:
             raise ModelNotLoadable(
-                f"{file} is corrupt or cut short ({error}): fetch it again"
+                f"{file} is corrupt or truncated ({error}): download it again"
             ) from error
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that Transformers will read; none where it reads *.bin."""
+def safetensors_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that Transformers will read, of which a folder may have none.
+
+    Raises: ModelNotLoadable if a file is missing, or the index cannot be read.
+    """
+    index = folder / _INDEX
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
-    if not (folder / _INDEX).is_file():
-        if not list(folder.glob("pytorch_model*.bin")):
-            raise ModelNotLoadable(
-                f"{folder} has no weights: neither {_WEIGHTS} nor {_INDEX} nor pytorch_model.bin"
-            )
+    if not index.is_file():
         return []
     try:
-        weight_map = json.loads((folder / _INDEX).read_bytes())["weight_map"]
-        return [folder / shard for shard in sorted(set(weight_map.values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        shards = [folder / shard for shard in sorted(set(weight_map.values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelNotLoadable(
-            f"{folder / _INDEX} does not map tensors to files ({error!r}): fetch it again"
+            f"{index} does not map tensors to files ({error!r}): download it again"
         ) from error
+    if missing := [file for file in shards if not file.is_file()]:
+        raise ModelNotLoadable(f"{missing[0]} is missing, and {_INDEX} lists it: download it")
+    return shards
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, shortened to a line; its type where it says nothing."""
+    """Return an error's first line, or its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" :")

@@ -1,7 +1,7 @@
-"""Which layer is of which kind, when a config.json gives a rule instead of a list.
+"""Find the kind of each layer, for a config.json that gives a rule instead of a list.
 
-A pattern takes a section's fields and returns one kind word a layer, in Transformers' words.
-``layer_types``, where a config states it, wins over any rule.
+A pattern takes a section's fields and returns one kind per layer, in Transformers' words. If a
+config has ``layer_types``, that overrides any rule.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +13,10 @@ from quire.errors import ConfigError
 from quire.spec.fields import Fields, shown
 from quire.spec.layer_specs import CrossAttention, FullAttention, Layer
 
-# -- patterns --------------------------------------------------------------------------------------
-
-
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-RECURRENT, CONV = "linear_attention", "conv"  # a state instead of keys and values
+RECURRENT, CONV = "linear_attention", "conv"  # states instead of keys and values
 HYBRID, HYBRID_SLIDING = "hybrid", "hybrid_sliding"  # both, side by side
-NOTHING = "nothing"  # a layer that remembers nothing: a feed-forward block
+NOTHING = "nothing"  # a layer without memory: a feed-forward block
 
 _WORDS: Mapping[str, str] = MappingProxyType(
     {
@@ -33,8 +30,8 @@ _WORDS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Fields that say which layer is of which kind, or that some layers keep a state. A model_type that
-# has one of these but no row in ``families`` would be misread as plain attention.
+# Fields that make layers differ. A model_type with one of these and no row in ``families`` would be
+# misread as plain attention.
 RULES = (
     "attention_chunk_size",
     "attn_layer_period",
@@ -62,7 +59,7 @@ Pattern: TypeAlias = Callable[[Fields], Sequence[str]]
 
 
 def stated(fields: Fields) -> Sequence[str] | None:
-    """The kinds as ``layer_types`` lists them, None where it does not. Raises: ConfigError."""
+    """Return the kinds of ``layer_types``, or None. Raises: ConfigError, UnsupportedModel."""
     words = fields.items("layer_types")
     if words is None:
         return None
@@ -76,24 +73,24 @@ def stated(fields: Fields) -> Sequence[str] | None:
 
 
 def uniform(fields: Fields) -> Sequence[str]:
-    """All layers alike: with a window where one is stated and not switched off, else full."""
+    """Return sliding layers if a window is stated and not switched off, else full ones."""
     switched_on = fields.flag("use_sliding_window", default=True)
     windowed = switched_on and fields.optional_integer("sliding_window") is not None
     return [SLIDING if windowed else FULL] * _num_layers(fields)
 
 
 def only(kind: str, *, times: int = 1) -> Pattern:
-    """All layers of one kind; ``times`` attentions are counted for each layer that is stated."""
+    """Make a pattern of one kind, with ``times`` attentions per stated layer."""
     return lambda fields: [kind] * (times * _num_layers(fields))
 
 
 def listed(fields: Fields) -> Sequence[str]:
-    """No rule: the file must list the kinds."""
+    """Refuse a file without a list of kinds. Raises: ConfigError."""
     raise ConfigError(f"{fields.source} has no 'layer_types' (nor 'layers_block_type'): add it")
 
 
 def every(
-    period: int,
+    num_layers: int,
     *,
     named: str = "",
     at: int = -1,
@@ -101,13 +98,14 @@ def every(
     kind: str = FULL,
     rest: str = SLIDING,
 ) -> Pattern:
-    """``kind`` in layer ``at`` of each ``period`` layers, ``rest`` in the others.
+    """Make a pattern with ``kind`` in layer ``at`` of each ``num_layers`` layers.
 
-    ``named`` and ``at_named`` are the config.json fields that may say otherwise.
+    All other layers are ``rest``. The config.json fields ``named`` and ``at_named`` override
+    ``num_layers`` and ``at``.
     """
 
     def pattern(fields: Fields) -> Sequence[str]:
-        length = fields.integer(named, period) if named else period
+        length = fields.integer(named, num_layers) if named else num_layers
         place = (fields.integer(at_named, at, least=0) if at_named else at) % length
         return [kind if i % length == place else rest for i in range(_num_layers(fields))]
 
@@ -115,12 +113,12 @@ def every(
 
 
 def first_too(pattern: Pattern) -> Pattern:
-    """The same, but the first layer has full attention whatever the rule says of it."""
+    """Make a pattern whose first layer is full, and whose others follow ``pattern``."""
     return lambda fields: [FULL, *pattern(fields)[1:]]
 
 
 def chosen(named: str, kind: str, *, rest: str, absent: Pattern) -> Pattern:
-    """``kind`` in the layers that the field ``named`` lists; as ``absent`` has it without it."""
+    """Make a pattern with ``kind`` in the layers that ``named`` lists, or ``absent`` without it."""
 
     def pattern(fields: Fields) -> Sequence[str]:
         places = fields.items(named)
@@ -132,7 +130,7 @@ def chosen(named: str, kind: str, *, rest: str, absent: Pattern) -> Pattern:
 
 
 def cycle(named: str, kinds: Mapping[str, str]) -> Pattern:
-    """The words of the list ``named``, over and over (RecurrentGemma's block_types)."""
+    """Make a pattern that repeats the list ``named`` (RecurrentGemma's block_types)."""
 
     def pattern(fields: Fields) -> Sequence[str]:
         words = fields.items(named)
@@ -144,12 +142,12 @@ def cycle(named: str, kinds: Mapping[str, str]) -> Pattern:
 
 
 def at_indices(named: str, *, rest: str, absent: str = FULL) -> Pattern:
-    """Full attention in the layers that the field ``named`` lists; ``absent`` in all without it."""
+    """Make a pattern with full layers where ``named`` lists them, or all ``absent`` without it."""
     return chosen(named, FULL, rest=rest, absent=only(absent))
 
 
 def letters(named: str, kinds: Mapping[str, str]) -> Pattern:
-    """One letter a layer in the string ``named``, as in Nemotron-H's ``M-M*``."""
+    """Make a pattern from the string ``named``, a letter per layer, as Nemotron-H's ``M-M*``."""
 
     def pattern(fields: Fields) -> Sequence[str]:
         text = fields.text(named)
@@ -164,7 +162,7 @@ def letters(named: str, kinds: Mapping[str, str]) -> Pattern:
 
 
 def from_layer(named: str) -> Pattern:
-    """Full attention below layer ``named``, windows from there on (Qwen2's max_window_layers)."""
+    """Make a pattern with windows from layer ``named`` on (Qwen2's max_window_layers)."""
 
     def pattern(fields: Fields) -> Sequence[str]:
         first = fields.integer(named, least=0)
@@ -174,7 +172,7 @@ def from_layer(named: str) -> Pattern:
 
 
 def where_rope(fields: Fields) -> Sequence[str]:
-    """Chunked where rotary positions are used, full where not (Llama 4)."""
+    """Return chunked layers where rotary positions are used, else full ones (Llama 4)."""
     interval = fields.integer("no_rope_layer_interval", 4)
     rope = fields.items("no_rope_layers") or [
         (i + 1) % interval != 0 for i in range(_num_layers(fields))
@@ -184,7 +182,7 @@ def where_rope(fields: Fields) -> Sequence[str]:
 
 
 def kimi_linear(fields: Fields) -> Sequence[str]:
-    """Full attention where ``linear_attn_config.full_attn_layers`` says, counted from 1."""
+    """Return full layers where ``linear_attn_config.full_attn_layers`` lists them, from 1 on."""
     places = fields.items("linear_attn_config.full_attn_layers")
     if places is None:
         places = [i + 1 for i in range(_num_layers(fields)) if i and i % 4 == 0]
@@ -192,14 +190,14 @@ def kimi_linear(fields: Fields) -> Sequence[str]:
 
 
 def no_op_blocks(fields: Fields) -> Sequence[str]:
-    """Nemotron-NAS: full attention, but for the layers whose search removed it."""
+    """Return Nemotron-NAS's kinds: full, except where its search removed the attention."""
     blocks = [fields.of_layer(i).entry("block_configs") for i in range(_num_layers(fields))]
     removed = ("attention.no_op", "attention.replace_with_linear")
     return [NOTHING if any(map(block.flag, removed)) else FULL for block in blocks]
 
 
 def zamba(fields: Fields) -> Sequence[str]:
-    """Two recurrent layers, a hybrid one, then one hybrid in each ``attn_layer_period``."""
+    """Return two recurrent layers, a hybrid, and one hybrid per ``attn_layer_period`` (Zamba)."""
     period = fields.integer("attn_layer_period", 6)
     place = fields.integer("attn_layer_offset", 4, least=0)
     rest = range(max(0, _num_layers(fields) - 3))
@@ -208,7 +206,7 @@ def zamba(fields: Fields) -> Sequence[str]:
 
 
 def _check_length(fields: Fields, named: str, entries: Sequence[Any]) -> None:
-    """Raise ConfigError where a list names another number of layers than the file states."""
+    """Check that a list has an entry per layer. Raises: ConfigError."""
     num_layers = fields.integer("num_hidden_layers", max(1, len(entries)))
     if len(entries) != num_layers:
         raise fields.wrong(
@@ -220,14 +218,9 @@ def _num_layers(fields: Fields) -> int:
     return fields.integer("num_hidden_layers")
 
 
-# -- sources ---------------------------------------------------------------------------------------
+# -- encoder-decoders ------------------------------------------------------------------------------
 
-# Encoder-decoders: how their files name the decoder, and how long a source it reads.
-#
-# Which family has sources is said in ``families``; an encoder by itself keeps nothing.
-
-
-# What a file calls the decoder's own, where the plain name is the encoder's or that of both.
+# Names of the decoder's fields, if the plain name is the encoder's or that of both.
 _OF_DECODER = MappingProxyType(
     {
         "num_hidden_layers": ("decoder_layers", "num_decoder_layers"),
@@ -238,7 +231,7 @@ _OF_DECODER = MappingProxyType(
 
 
 def of_decoder(fields: Fields) -> Fields:
-    """The fields as the decoder reads them."""
+    """Return the fields of the decoder."""
     own = {
         name: value
         for name, spellings in _OF_DECODER.items()
@@ -249,17 +242,17 @@ def of_decoder(fields: Fields) -> Fields:
 
 
 def as_long_as_the_text(fields: Fields) -> int:
-    """One limit for source and text."""
+    """Return the one limit of source and text, in tokens."""
     return fields.integer("max_position_embeddings")
 
 
 def stated_source(name: str, default: int) -> Callable[[Fields], int]:
-    """A limit of the source's own."""
+    """Make a reader of the source's own limit, in tokens."""
     return lambda fields: fields.integer(name, default)
 
 
 def with_source(layers: tuple[Layer, ...], source_tokens: int) -> tuple[Layer, ...]:
-    """The layers, each of which attends to the source besides: with as many heads, as wide."""
+    """Add a source to each attention layer, with heads of the same number and width."""
 
     def cross(own: FullAttention) -> CrossAttention:
         return CrossAttention(

@@ -1,7 +1,7 @@
-"""The states that recurrent layers keep, one function a mixer: from a section's fields to shapes.
+"""Compute the shapes of recurrent layers' states, with one function per kind of layer.
 
-The shapes are those that Transformers' modelling code holds in its cache, one sequence's share:
-convolution states in the model's dtype, scan states in float32, in which the code accumulates.
+The shapes are those of one sequence in the cache of Transformers' modelling code: convolution
+states in the model's dtype, scan states in float32, in which the code accumulates.
 
 Shapes: W convolution width, I inner channels, N state size, H heads, D head dim, G groups.
 """
@@ -13,15 +13,15 @@ _SCAN_DTYPE = "float32"
 
 
 def unknown(fields: Fields) -> RecurrentState:
-    """For families that no row describes. Raises: UnsupportedModel."""
+    """Refuse a family without a row. Raises: UnsupportedModel."""
     raise fields.unsupported(
-        "it has recurrent layers whose state is of no shape known here: "
+        "it has recurrent layers whose state has an unknown shape: "
         "add a row for its model_type to quire.spec.families"
     )
 
 
 def mamba(fields: Fields) -> RecurrentState:
-    """Conv [I, W], scan [I, N]. Source: Gu and Dao 2023, §3; modeling_mamba, modeling_jamba."""
+    """Return conv [I, W] and scan [I, N]. Source: Gu and Dao 2023, §3; modeling_mamba."""
     inner = _inner(fields)
     return _states(
         fields,
@@ -31,7 +31,7 @@ def mamba(fields: Fields) -> RecurrentState:
 
 
 def mamba_heads(fields: Fields) -> RecurrentState:
-    """Mamba with its channels cut into heads: scan [H, I / H, N]. Source: modeling_zamba."""
+    """Return Mamba's states with channels in heads: scan [H, I / H, N]. Source: modeling_zamba."""
     inner, heads = _inner(fields), fields.integer("mamba_num_heads")
     return _states(
         fields,
@@ -45,7 +45,7 @@ def mamba_heads(fields: Fields) -> RecurrentState:
 
 
 def mamba2(fields: Fields) -> RecurrentState:
-    """Conv [I + 2 G N, W], scan [H, D, N]. Source: Dao and Gu 2024, §7; modeling_mamba2."""
+    """Return conv [I + 2 G N, W], scan [H, D, N]. Source: Dao and Gu 2024, §7; modeling_mamba2."""
     heads = fields.optional_integer("mamba_num_heads") or fields.integer("num_heads")
     head_dim = fields.optional_integer("mamba_head_dim")
     inner = heads * head_dim if head_dim else _inner(fields)
@@ -58,7 +58,7 @@ def mamba2(fields: Fields) -> RecurrentState:
 
 
 def gated_delta(fields: Fields) -> RecurrentState:
-    """Conv [2 Hk Dk + Hv Dv, W], scan [Hv, Dk, Dv]. Source: modeling_qwen3_next."""
+    """Return conv [2 Hk Dk + Hv Dv, W], scan [Hv, Dk, Dv]. Source: modeling_qwen3_next."""
     key_heads, value_heads = (fields.integer(f"linear_num_{x}_heads") for x in ("key", "value"))
     key_dim, value_dim = (fields.integer(f"linear_{x}_head_dim") for x in ("key", "value"))
     return _states(
@@ -69,7 +69,7 @@ def gated_delta(fields: Fields) -> RecurrentState:
 
 
 def gated_delta_of_attention(fields: Fields) -> RecurrentState:
-    """Gated delta with the attention's heads unless stated. Source: modeling_olmo_hybrid."""
+    """Return gated delta states; heads default to attention's. Source: modeling_olmo_hybrid."""
     heads = fields.integer("num_attention_heads")
     key_heads = fields.integer("linear_num_key_heads", heads)
     key_dim = fields.integer(
@@ -85,7 +85,7 @@ def gated_delta_of_attention(fields: Fields) -> RecurrentState:
 
 
 def delta_attention(fields: Fields) -> RecurrentState:
-    """Kimi's: conv [3 H D, W], scan [H, D, D]. Source: modeling_kimi_linear."""
+    """Return Kimi's conv [3 H D, W], scan [H, D, D]. Source: modeling_kimi_linear."""
     heads, head_dim = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
     return _states(
         fields,
@@ -95,7 +95,7 @@ def delta_attention(fields: Fields) -> RecurrentState:
 
 
 def delta_attention_of_attention(fields: Fields) -> RecurrentState:
-    """Kimi's, with the attention's heads unless stated. Source: modeling_bailing_hybrid."""
+    """Return Kimi's states; heads default to the attention's. Source: modeling_bailing_hybrid."""
     stated = {
         "linear_num_heads": fields.integer(
             "linear_num_heads", fields.integer("num_attention_heads")
@@ -106,14 +106,14 @@ def delta_attention_of_attention(fields: Fields) -> RecurrentState:
 
 
 def lightning(fields: Fields) -> RecurrentState:
-    """MiniMax's: keys times values, [H, D, D]. Source: modeling_minimax."""
+    """Return MiniMax's products of keys and values [H, D, D]. Source: modeling_minimax."""
     heads, head_dim = fields.integer("num_attention_heads"), stated_head_dim(fields)
     memory = StateTensor(name="memory", shape=(heads, head_dim, head_dim), dtype=fields.dtype())
     return RecurrentState(states=(memory,))
 
 
 def convolved_heads(fields: Fields) -> RecurrentState:
-    """Zaya's: queries and keys [(H + K) D, W], half a value a head [K D / 2] (modeling_zaya)."""
+    """Return Zaya's queries and keys [(H + K) D, W], and values [K D / 2] (modeling_zaya)."""
     heads, kv_heads = fields.integer("num_attention_heads"), stated_kv_heads(fields)
     head_dim = stated_head_dim(fields)
     width = fields.integer("cca_time0", 2) + fields.integer("cca_time1", 2) - 2
@@ -127,7 +127,7 @@ def convolved_heads(fields: Fields) -> RecurrentState:
 
 
 def four_convolutions(fields: Fields) -> RecurrentState:
-    """Of keys and values [K D, W] and of both outputs [hidden, W] (modeling_inkling)."""
+    """Return convs of keys and values [K D, W] and two of [hidden, W] (modeling_inkling)."""
     width = fields.integer("conv_kernel", 4)
     cached = stated_kv_heads(fields) * stated_head_dim(fields)
     channels = (cached, cached, *2 * (fields.integer("hidden_size"),))
@@ -140,19 +140,19 @@ def four_convolutions(fields: Fields) -> RecurrentState:
 
 
 def short_convolution(fields: Fields) -> RecurrentState:
-    """Conv [hidden, W], and no scan. Source: modeling_lfm2."""
+    """Return conv [hidden, W] without a scan. Source: modeling_lfm2."""
     return _states(fields, conv=(fields.integer("hidden_size"), fields.integer("conv_kernel")))
 
 
 def linear_recurrent_unit(fields: Fields) -> RecurrentState:
-    """RG-LRU: conv [L, W - 1], scan [L]. Source: De et al. 2024, §2; modeling_recurrent_gemma."""
+    """Return conv [L, W - 1], scan [L]. Source: De et al. 2024, §2; modeling_recurrent_gemma."""
     width = fields.integer("lru_width", fields.integer("hidden_size"))
     conv_width = fields.integer("conv1d_width", 4, least=2)
     return _states(fields, conv=(width, conv_width - 1), scan=(width,))
 
 
 def _inner(fields: Fields) -> int:
-    """Inner channels: as stated, else expand × hidden_size."""
+    """Return the inner channels: as stated, else expand × hidden_size."""
     stated = fields.optional_integer("mamba_d_ssm")
     return stated or fields.integer("expand", 2) * fields.integer("hidden_size")
 

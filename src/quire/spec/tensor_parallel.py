@@ -1,11 +1,10 @@
-"""One rank of several that share a model's heads (tensor parallelism), as vLLM divides them.
+"""Divide a model's KV memory among ranks (tensor parallelism) as vLLM does.
 
-Heads of keys and values are divided; with more ranks than heads each is kept by several. A latent
-is shared by all heads, so that every rank keeps it whole. States are divided along their first
-dimension, heads or channels, where that goes.
+Ranks share the heads of keys and values; with more ranks than heads, several ranks keep the same
+head. All heads share a latent, so each rank keeps it whole. States are divided along their first
+dimension (heads or channels) if the ranks divide it.
 
-``quire plan --tp`` counts with all of this. What the engine divides is ``models.rank_spec``'
-matter.
+``quire plan --tp`` uses this. The engine's own division is in ``models.rank_spec``.
 """
 
 from dataclasses import replace
@@ -16,7 +15,7 @@ from quire.spec.model import ModelSpec
 
 
 def rank_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
-    """What one rank must remember. Raises: ConfigError for heads that cannot be divided so."""
+    """Return a rank's part of a model. Raises: ConfigError if ranks cannot divide the heads."""
     if num_ranks == 1:
         return spec
     layers = (
@@ -27,12 +26,12 @@ def rank_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
 
 
 def is_replicated(spec: ModelSpec, on_rank: ModelSpec, num_ranks: int) -> bool:
-    """Whether ranks keep some of the same keys and values."""
+    """Return whether several ranks keep the same keys and values."""
     return num_ranks * on_rank.bytes_per_token > spec.bytes_per_token
 
 
 def divisors(number: int) -> str:
-    """In words, for a message that asks to choose one."""
+    """List the divisors of a number, for an error message."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
@@ -50,8 +49,8 @@ def _share(kept: LayerSpec, num_ranks: int) -> LayerSpec:
     heads = kept.num_kv_heads
     if heads % num_ranks and num_ranks % heads:
         raise ConfigError(
-            f"tp={num_ranks} does not divide {heads} heads of keys and values, nor is it a "
-            f"multiple of them: make it one of {divisors(heads)}, or a multiple of {heads}"
+            f"tp={num_ranks} is neither a divisor nor a multiple of {heads} KV heads: make it one "
+            f"of {divisors(heads)}, or a multiple of {heads}"
         )
     shared: LayerSpec = replace(kept, num_kv_heads=max(1, heads // num_ranks))
     return shared

@@ -1,4 +1,4 @@
-"""Traffic as it was met elsewhere, read as a stream, and traffic that is drawn."""
+"""Read traces of real traffic as streams, and make synthetic traffic."""
 
 from quire.traces.request_log import RequestLog
 from quire.traces.trace import ReadCounts, Trace, TraceRequest

@@ -1,11 +1,13 @@
-"""Conversations of kv-cache-tester: a JSON file each, in a folder, an archive or alone.
+"""Read kv-cache-tester's conversations: JSON files in a folder, in an archive, or alone.
 
 Source: callanjfox/kv-cache-tester. A conversation has its own clock and its own hash ids (of
-``block_size`` tokens, each standing for all before it too); nothing says when conversations begin.
-So they begin here one after another, in the order of the files, at times of a Poisson process, and
-an id of one is never an id of another. Of conversations, only those under way are held.
+``block_size`` tokens, each of which covers all tokens before it). The files do not tell when
+conversations start. So they start in the order of the files, at times of a Poisson process, and the
+ids of two conversations never agree. Only conversations that have begun and not ended are in
+memory.
 
-A request of type ``subagent`` is a conversation inside one: its requests have times of their own.
+A request of type ``subagent`` is a conversation inside another, whose requests have their own
+times.
 """
 
 import tarfile
@@ -27,7 +29,7 @@ from quire.traces.trace_files import OnProgress, is_address, opened
 
 _TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
 _MOST_BYTES = 2**30  # of one conversation
-_MOST_IDS = 2**40  # … and of its ids; those of the next begin there
+_MOST_IDS = 2**40  # ids per conversation; those of the next one begin there
 Member: TypeAlias = tuple[str, bytes]
 
 
@@ -35,9 +37,9 @@ class _Request(Struct, rename={"asked": "in", "made": "out"}):
     t: float
     asked: int = 0
     made: int = 0
-    hash_ids: Raw = Raw(b"[]")  # read when its time comes: as text it is a sixth as large
+    hash_ids: Raw = Raw(b"[]")  # parsed late: as text they take a sixth of the memory
     think_time: float | None = None
-    requests: "tuple[_Request, ...]" = ()  # of a subagent
+    requests: "tuple[_Request, ...]" = ()  # those of a subagent
     agent_id: str = ""
 
 
@@ -52,13 +54,13 @@ _IDS: Final = Decoder(tuple[int, ...])
 
 
 def is_tar(data: IO[bytes]) -> bool:
-    """Whether an archive begins here."""
+    """Return whether the bytes are a tar archive."""
     head: bytes = data.peek(_TAR_MAGIC_AT + len(_TAR_MAGIC))  # type: ignore[attr-defined]
     return head[_TAR_MAGIC_AT:].startswith(_TAR_MAGIC)
 
 
 def knows_conversation(first: bytes) -> bool:
-    """Whether a file with this first line may be a conversation."""
+    """Return whether a file with this first line may be a conversation."""
     return first.lstrip().startswith(b"{") and (
         first.strip() == b"{" or all(name in first for name in (b'"block_size"', b'"requests"'))
     )
@@ -66,7 +68,7 @@ def knows_conversation(first: bytes) -> bool:
 
 @final
 class Conversations:
-    """All conversations of a source, merged by time."""
+    """The conversations of a source, merged by time."""
 
     WANTED: ClassVar[str] = "id, block_size, and requests with t, in, out, hash_ids"
 
@@ -83,6 +85,7 @@ class Conversations:
 
     @contextmanager
     def reading(self) -> Iterator[Iterator[Found]]:
+        """Open the source; yields its requests. Raises: ConfigError."""
         if not is_address(self._source) and Path(self._source).is_dir():
             yield self._merged(self._of_folder(Path(self._source)))
             return
@@ -95,7 +98,7 @@ class Conversations:
     def _merged(self, members: Iterator[Member]) -> Iterator[Found]:
         gaps = np.random.default_rng(self._seed)
         under_way: dict[int, _UnderWay] = {}
-        waiting: list[tuple[float, int]] = []  # when the next request of which one comes
+        waiting: list[tuple[float, int]] = []  # a heap: the time of a conversation's next request
         begins_s = 0.0
 
         def take() -> Found:
@@ -163,14 +166,15 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UnderWay:
-    """What is still to come of a conversation, in order of time."""
+    """The remaining requests of a conversation, in order of time."""
 
     name: str
     id_tokens: int
     first_id: int
-    due: deque[tuple[float, str, _Request]]  # when, of which session
+    due: deque[tuple[float, str, _Request]]  # time, session, request
 
     def take(self) -> Found:
+        """Take the next request."""
         at_s, session, request = self.due.popleft()
         try:
             ids = _IDS.decode(request.hash_ids)
@@ -190,7 +194,7 @@ class _UnderWay:
 
 
 def _begun(name: str, text: bytes, begins_s: float, first_id: int) -> _UnderWay:
-    """Raises: DecodeError."""
+    """Parse a conversation. Raises: DecodeError."""
     conversation = _CONVERSATION.decode(text)
     due: list[tuple[float, str, _Request]] = []
     for request in conversation.requests:

@@ -1,14 +1,14 @@
-"""Quire's own trace: a line of JSON a request, and never a word of what was asked.
+"""Write Quire's own trace: a line of JSON per request, without any text.
 
-The first line says how the others are meant::
+The first line has the version and the tokens of a hash id::
 
     {"quire_trace": 1, "id_tokens": 16}
     {"at_s": 0.0, "input_tokens": 37, "output_tokens": 120, "hash_ids": [5121…, 902…, 77…]}
     {"at_s": 0.8, "input_tokens": 52, "output_tokens": 9, "hash_ids": […], "session": "a"}
 
-A hash id is 63 bits of a chained hash over the token ids of a block and all before it, under a key
-that is drawn for the file and thrown away: equal beginnings show, what they are does not, and two
-files cannot be compared. Reading is left to ``rows``.
+A hash id is 63 bits of a chained hash over the token ids of a block and all blocks before it. Its
+random key is of this file alone and is thrown away. So the file shows equal prefixes, but neither
+what they are, nor whether another file has them. ``trace_formats`` reads it.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class LogHead(Struct):
 
     def __post_init__(self) -> None:
         if self.quire_trace != VERSION:
-            raise ValueError(f"quire_trace {self.quire_trace}; {VERSION} can be read")
+            raise ValueError(f"quire_trace {self.quire_trace} is unknown; known: {VERSION}")
         if self.id_tokens < 1:
             raise ValueError(f"id_tokens {self.id_tokens} must be at least 1")
 
@@ -48,6 +48,7 @@ class LogRow(Struct):
     session: str | int | UnsetType = UNSET
 
     def request(self, id_tokens: int) -> TraceRequest:
+        """Return the row as a request."""
         return TraceRequest(
             at_s=self.at_s,
             input_tokens=self.input_tokens,
@@ -60,9 +61,9 @@ class LogRow(Struct):
 
 @final
 class RequestLog:
-    """Writes requests to a file of bytes, in the order in which they begin.
+    """Writes requests to a binary file in the order of their arrival.
 
-    A request is written when it and all that began before it have ended.
+    It writes a request once that and all earlier ones have ended.
     """
 
     def __init__(self, file: IO[bytes], *, id_tokens: int = 16) -> None:
@@ -81,9 +82,9 @@ class RequestLog:
         *,
         apart: str = "",
     ) -> int:
-        """A request with this prompt has come. Returns: its number, for ``end``.
+        """Add a request that has arrived. Returns: its number, for ``end``.
 
-        ``apart``: prompts of another one have no blocks in common with it.
+        Prompts with different ``apart`` have no hash ids in common.
         """
         number = self._num_begun
         self._num_begun += 1
@@ -97,7 +98,7 @@ class RequestLog:
         return number
 
     def end(self, number: int, output_tokens: int) -> None:
-        """So many tokens came of it."""
+        """End a request that generated ``output_tokens``."""
         row = self._ended[number] = self._under_way.pop(number)
         row.output_tokens = output_tokens
         while (following := self._ended.pop(self._num_written, None)) is not None:
@@ -111,7 +112,7 @@ class RequestLog:
         output_tokens: int,
         session: str | int | None = None,
     ) -> None:
-        """A whole request at once."""
+        """Write a request that has ended."""
         self.end(self.begin(at_s, token_ids, session), output_tokens)
 
     def _ids(self, token_ids: Sequence[int], apart: str) -> tuple[int, ...]:

@@ -1,16 +1,15 @@
-"""ServeGen: clients with rates, burstiness and lengths, of which a trace is drawn.
+"""Generate a trace from ServeGen's clients, each with rates, burstiness and lengths.
 
-Source: alibaba/ServeGen (NSDI 2026). Of each client there are two files. ``chunk-N-trace.csv`` has
-a line for each window of time (in the published ones ten minutes): its beginning in seconds,
-requests a second, the coefficient of variation of the gaps, and the distribution fitted to them
-with its two parameters (``Gamma`` or ``Weibull``: shape, scale); no name where nothing came.
-``chunk-N-dataset.json`` has for longer windows how often each length came, as Python writes a
-dictionary: ``{"0": {"input_tokens": "{17: 0.25, 80: 0.75}", "output_tokens": …}}``.
+Source: alibaba/ServeGen (NSDI 2026). A client has two files. ``chunk-N-trace.csv`` has a line for
+each window of time (ten minutes in the published files): its start in seconds, requests per second,
+the coefficient of variation of the gaps, and the distribution fitted to them with its two
+parameters (``Gamma`` or ``Weibull``: shape, scale), or no name without requests.
+``chunk-N-dataset.json`` has the frequencies of lengths in longer windows, as a dictionary in
+Python's syntax: ``{"0": {"input_tokens": "{17: 0.25, 80: 0.75}", "output_tokens": …}}``.
 
-A window has as many requests as its rate says, with gaps of the fitted distribution in proportion.
-Lengths are drawn by themselves: the files do not say which prompts had which answers. Prompts share
-nothing. The published lengths are read from the code that reads them; none of those files was at
-hand.
+A window has as many requests as its rate gives, with gaps in proportion to the fitted distribution.
+Prompt and answer lengths are drawn independently, since the files do not pair them. Prompts share
+no prefix. The format is implemented from ServeGen's own reader, without a published file to test.
 """
 
 import json
@@ -32,25 +31,25 @@ from quire.traces.trace_files import OnProgress
 
 _TRACE = re.compile(r"chunk-(\d+)-trace\.csv")
 _MOST_IN_A_WINDOW: Final = 10**7
-_WINDOW_S: Final = 600.0  # of one line alone
+_WINDOW_S: Final = 600.0  # length of a file's only window
 
 
 def has_clients(folder: Path) -> bool:
-    """Whether these are ServeGen's files."""
+    """Return whether a folder has ServeGen's files."""
     return any(_TRACE.fullmatch(file.name) for file in folder.iterdir())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
     begins_s: float
-    rate: float  # requests a second; 0: none come
+    rate: float  # requests per second; 0: none
     pattern: str
     shape: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lengths:
-    """Of one window: lengths in order, and how many come up to each, of 1."""
+    """The lengths of one window in ascending order, with their cumulative shares."""
 
     tokens: npt.NDArray[np.int64]
     cumulative: npt.NDArray[np.float64]
@@ -62,13 +61,14 @@ class _Lengths:
 
 @final
 class ServeGenClients:
-    """All clients of a folder together. The lengths of all of them are held while it is read."""
+    """The clients of a folder, merged by time. All their lengths are in memory at once."""
 
     def __init__(self, folder: Path, *, seed: int, on_progress: OnProgress | None = None) -> None:
         self._folder, self._seed, self._on_progress = folder, seed, on_progress
 
     @contextmanager
     def reading(self) -> Iterator[Iterator[Found]]:
+        """Open the clients; yields their requests. Raises: ConfigError."""
         yield ((request.session or "", request) for request in self._requests())
 
     def _requests(self) -> Iterator[TraceRequest]:
@@ -101,7 +101,7 @@ class ServeGenClients:
                 span_s = following.begins_s - window.begins_s
             if window.rate * span_s > _MOST_IN_A_WINDOW:
                 raise ConfigError(
-                    f"trace {self._folder}, chunk-{number}-trace.csv: {window.rate:g} requests a "
+                    f"trace {self._folder}, chunk-{number}-trace.csv: {window.rate:g} requests per "
                     f"second for {span_s:g} s are more than {_MOST_IN_A_WINDOW:,}"
                 )
             for at_s in _arrivals(window, span_s, rng):
@@ -114,7 +114,7 @@ class ServeGenClients:
 
 
 def _arrivals(window: _Window, span_s: float, rng: np.random.Generator) -> list[float]:
-    """As many as the window's rate says (a part of one by chance), with gaps in proportion."""
+    """Draw arrival times; a fractional number of requests is rounded at random."""
     expected = window.rate * span_s
     count = int(expected) + int(rng.random() < expected % 1)
     if window.pattern == "Gamma":
@@ -131,7 +131,7 @@ def _arrivals(window: _Window, span_s: float, rng: np.random.Generator) -> list[
 
 
 def _windows(file: Path) -> list[_Window]:
-    """Raises: ConfigError naming the line."""
+    """Read the windows of a client. Raises: ConfigError with the line."""
     windows: list[_Window] = []
     for number, line in enumerate(_text(file).splitlines(), 1):
         if not line.strip():
@@ -159,10 +159,7 @@ def _windows(file: Path) -> list[_Window]:
 
 
 def _datasets(file: Path) -> dict[float, dict[str, _Lengths]]:
-    """By the beginning of a window; windows in which nothing was seen are left out.
-
-    Raises: ConfigError.
-    """
+    """Read a client's lengths by the start of a window. Raises: ConfigError."""
     found = {}
     try:
         for begins, fields in json.loads(_text(file)).items():
@@ -179,17 +176,17 @@ def _datasets(file: Path) -> dict[float, dict[str, _Lengths]]:
 
 
 def _lengths(shares: Any) -> _Lengths:
-    """Raises: ValueError for what is no distribution."""
+    """Parse a distribution of lengths. Raises: ValueError."""
     text = str(shares).strip()
     if not text.startswith("{") or not text.endswith("}"):
-        raise ValueError(f"{text[:40]!r} is no dictionary of lengths and shares")
-    # Of a hundred thousand lengths, which the interpreter's own reader would make a tree of.
+        raise ValueError(f"{text[:40]!r} is not a dictionary of lengths and shares")
+    # Parsed by hand: ast.literal_eval would build a tree of a hundred thousand lengths.
     several = (pair.split(":") for pair in text[1:-1].split(",") if pair.strip())
     pairs = sorted((int(length.strip(" '")), float(share)) for length, share in several)
     tokens = np.array([length for length, _ in pairs], np.int64)
     weights = np.array([share for _, share in pairs], np.float64)
     if len(pairs) and (tokens[0] < 0 or weights.min() < 0 or not 0 < weights.sum() < inf):
-        raise ValueError("lengths and shares are not below 0, and some share is above")
+        raise ValueError("lengths and shares must be at least 0, and some share above 0")
     return _Lengths(tokens=tokens, cumulative=weights.cumsum())
 
 

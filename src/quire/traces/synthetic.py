@@ -1,7 +1,7 @@
-"""Traffic that is drawn: when requests come, how long they are, what they begin with.
+"""Make synthetic traffic: random arrival times and lengths, and a common prefix.
 
-Everything comes from one seed. Times are a stream without end unless a number of requests is given;
-lengths and times are drawn apart, so that another rate asks the same.
+All of it comes from one seed. The stream has no end unless ``num_requests`` is set. Lengths and
+times have separate generators, so that another rate gives the same requests.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ import numpy as np
 from quire.errors import ConfigError
 from quire.traces.trace import MAX_TOKENS, TraceRequest
 
-_BATCH: Final = 1024  # draws at a time
+_BATCH: Final = 1024  # random numbers per call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gamma:
-    """Gaps of a gamma distribution: ``cv`` is their deviation over their mean.
+    """Gamma distributed gaps, with ``cv`` their coefficient of variation.
 
-    cv 1 is a Poisson process, more is burstier, 0 is a metronome. Raises: ConfigError.
+    cv 1 is a Poisson process, more is burstier, 0 gives equal gaps. Raises: ConfigError.
     """
 
     rate: float  # requests a second
@@ -38,10 +38,7 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bursts:
-    """``size`` requests at one moment, again and again every ``every_s`` seconds.
-
-    Raises: ConfigError.
-    """
+    """``size`` requests at one moment, every ``every_s`` seconds. Raises: ConfigError."""
 
     size: int
     every_s: float
@@ -54,14 +51,14 @@ class Bursts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """``users`` who each ask again when they have their answer, after thinking ``think_s``.
+    """``users`` that each send a request after their last answer and a think time.
 
-    Only the first request of a user has a time of its own; of the others ``think_s`` says when they
-    come. A user is a session. Raises: ConfigError.
+    Only a user's first request has a time; the others have ``think_s``. A user is a session.
+    Raises: ConfigError.
     """
 
     users: int
-    think_s: float = 0.0  # on average, of an exponential distribution
+    think_s: float = 0.0  # mean of an exponential distribution
 
     def __post_init__(self) -> None:
         if self.users < 1:
@@ -75,10 +72,7 @@ Arrivals: TypeAlias = Gamma | Bursts | ClosedLoop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogNormal:
-    """Lengths of a mean, the logarithms of which have a deviation of ``sigma``.
-
-    sigma 0: all are alike. Raises: ConfigError.
-    """
+    """Log-normal lengths with a given mean; with ``sigma`` 0 all are equal. Raises: ConfigError."""
 
     mean_tokens: float
     sigma: float = 0.0
@@ -87,13 +81,14 @@ class LogNormal:
     def __post_init__(self) -> None:
         if not 1 <= self.mean_tokens <= self.max_tokens <= MAX_TOKENS:
             raise ConfigError(
-                f"lengths of {self.mean_tokens:g} tokens on average, at most {self.max_tokens:,}: "
-                f"a mean is at least 1 and at most the longest, that {MAX_TOKENS:,}"
+                f"mean_tokens={self.mean_tokens:g} must be from 1 to max_tokens="
+                f"{self.max_tokens:,}, which must be at most {MAX_TOKENS:,}"
             )
         if not 0 <= self.sigma <= 5:
             raise ConfigError(f"sigma {self.sigma} must be from 0 to 5")
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """Draw ``count`` lengths in tokens."""
         if not self.sigma:
             return [round(self.mean_tokens)] * count
         middle = log(self.mean_tokens) - self.sigma**2 / 2
@@ -105,7 +100,7 @@ class LogNormal:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synthetic:
-    """Drawn requests, a new stream at each iteration. Raises: ConfigError."""
+    """Synthetic requests; each iteration gives the same ones. Raises: ConfigError."""
 
     ID_TOKENS: ClassVar[int] = 16
 
@@ -113,7 +108,7 @@ class Synthetic:
     input_tokens: LogNormal
     output_tokens: LogNormal
     num_requests: int | None = None  # None: without end
-    prefix_tokens: int = 0  # that all prompts begin with, besides, in whole blocks of 16
+    prefix_tokens: int = 0  # further tokens that all prompts begin with, shared in blocks of 16
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -150,7 +145,7 @@ def _lengths(inputs: LogNormal, outputs: LogNormal, seed: int) -> Iterator[tuple
 
 
 def _times(arrivals: Arrivals, seed: int) -> Iterator[tuple[float, int | None, float | None]]:
-    """When, of which user, after how much thinking."""
+    """Yield the time, the user and the think time of each request."""
     rng = np.random.default_rng((seed, 0))
     match arrivals:
         case Gamma(rate=rate, cv=cv):

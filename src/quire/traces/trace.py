@@ -1,72 +1,53 @@
-"""A trace of requests: a stream with one clock, whatever the form of the file.
+"""Define a trace: a stream of requests with one clock, for every file format.
 
-Each iteration reads it anew, from the first request to the last, and holds no more of it than a
-line (of conversations: those under way). What a line says is left to the forms, which of them it is
-to ``open_trace``.
+Each iteration reads the file anew, and holds only one line of it (of conversations: those that have
+begun and not ended). ``trace_formats`` parses lines, and its ``open_trace`` detects the format.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeAlias, final
 
 from quire.errors import ConfigError
 from quire.units import ceil_div
 
-# -- request ---------------------------------------------------------------------------------------
-
-# One request of a trace: when it came, how long it was, and which blocks its prompt has.
-#
-# Texts are never known here. Reading is left to the forms, drawing prompts to ``quire.bench``.
-
-
-MAX_TOKENS: Final = 2**31 - 1  # of a prompt or an answer; what a table of blocks can number
-MAX_ID: Final = 2**63 - 1  # of a hash id: it is kept in 64 bits, with its sign
+MAX_TOKENS: Final = 2**31 - 1  # of a prompt or an answer: block tables have int32 entries
+MAX_ID: Final = 2**63 - 1  # of a hash id, which is an int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """A request as it was met.
+    """A request: its time, its lengths, and the blocks of its prompt. A trace has no texts."""
 
-    Units: ``at_s`` counts from the first request of the trace.
-    """
-
-    at_s: float
+    at_s: float  # since the first request of the trace
     input_tokens: int  # at least 1
-    output_tokens: int  # 0: nothing came back; an engine that replays it makes one
+    output_tokens: int  # 0: no answer; an engine that replays it generates one token
     # Ids of the prompt's blocks, in order: equal ids after equal ids are the same tokens.
     hash_ids: tuple[int, ...] = ()
-    id_tokens: int = 0  # tokens that an id stands for; the last one may stand for fewer
-    session: str | int | None = None  # requests that share it are one conversation
-    think_s: float | None = None  # from the answer before it in the session, where that is known
+    id_tokens: int = 0  # tokens per id; the last one may have fewer
+    session: str | int | None = None  # the conversation of the request
+    think_s: float | None = None  # time since the previous answer of the session, if known
 
     def later(self, seconds: float) -> "TraceRequest":
-        """The same at another time."""
-        return TraceRequest(
-            at_s=self.at_s + seconds,
-            input_tokens=self.input_tokens,
-            output_tokens=self.output_tokens,
-            hash_ids=self.hash_ids,
-            id_tokens=self.id_tokens,
-            session=self.session,
-            think_s=self.think_s,
-        )
+        """Return the request at a later time, in seconds."""
+        return replace(self, at_s=self.at_s + seconds)
 
     def problem(self) -> str | None:
-        """What cannot be in this request; None where all can."""
+        """Return what is wrong with the request, or None."""
         if not 0 <= self.at_s < float("inf"):
             return f"a time of {self.at_s} s"
         if not 1 <= self.input_tokens <= MAX_TOKENS:
-            return f"a prompt of {self.input_tokens:,} tokens; 1 to {MAX_TOKENS:,} can be"
+            return f"a prompt of {self.input_tokens:,} tokens is not from 1 to {MAX_TOKENS:,}"
         if not 0 <= self.output_tokens <= MAX_TOKENS:
-            return f"an answer of {self.output_tokens:,} tokens; 0 to {MAX_TOKENS:,} can be"
+            return f"an answer of {self.output_tokens:,} tokens is not from 0 to {MAX_TOKENS:,}"
         if self.think_s is not None and not 0 <= self.think_s < float("inf"):
             return f"a think time of {self.think_s} s"
         if not self.hash_ids:
             return None
         if not 1 <= self.id_tokens <= MAX_TOKENS:
-            return f"hash ids of {self.id_tokens:,} tokens; 1 to {MAX_TOKENS:,} can be"
+            return f"hash ids of {self.id_tokens:,} tokens are not from 1 to {MAX_TOKENS:,}"
         if len(self.hash_ids) > ceil_div(self.input_tokens, self.id_tokens):
             return (
                 f"{len(self.hash_ids):,} hash ids of {self.id_tokens:,} tokens for a prompt of "
@@ -77,34 +58,32 @@ class TraceRequest:
         return None
 
 
-# -- trace -----------------------------------------------------------------------------------------
-
-
-# What a form makes of a file: where it is read (a line's number, or a member's name), and the
-# request there, with the file's own clock; or why there is none.
+# A place in a file (a line number, or the name of an archive's member), and the request there, with
+# the file's own clock; or the reason why there is none.
 Found: TypeAlias = tuple[int | str, "TraceRequest | BadRow"]
 Reading: TypeAlias = Callable[[], AbstractContextManager[Iterator[Found]]]
 
 
 class BadRow(ValueError):
-    """Here is no request; the message says why."""
+    """A row is no request; the message gives the reason."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ReadCounts:
-    """What an iteration has met so far."""
+    """Counts of an iteration so far."""
 
     num_requests: int = 0
-    num_skipped: int = 0  # lines that are no requests, or come before the one above them
-    num_without_answer: int = 0  # requests of 0 output tokens
-    first_skipped: str = ""  # which, and why
+    num_skipped: int = 0  # rows that are no requests, or earlier than the row above
+    num_without_answer: int = 0  # requests without output tokens
+    first_skipped: str = ""  # the place of the first, and the reason
 
 
 @final
 class Trace:
     """Requests in order of time, the first at 0.
 
-    Raises: ConfigError while it is read, naming the source and the line.
+    ``wanted`` lists a row's fields, for error messages. Raises: ConfigError during an iteration,
+    with the source and the line.
     """
 
     def __init__(
@@ -152,7 +131,7 @@ class Trace:
             raise ConfigError(f"trace {self.source} has no requests{self._of_skipped()}")
 
     def _skip(self, where: int | str, why: str) -> None:
-        """Raises: ConfigError where no more may be skipped."""
+        """Count a row that is no request. Raises: ConfigError if that are too many."""
         place = f"line {where:,}" if isinstance(where, int) else where
         self.counts.num_skipped += 1
         self.counts.first_skipped = self.counts.first_skipped or f"{place}: {why}"
@@ -161,12 +140,12 @@ class Trace:
         wanted = f" Wanted: {self._wanted}." if self._wanted else ""
         skipped = self._of_skipped() if self._max_skipped else ""
         raise ConfigError(
-            f"trace {self.source}, {place}: {why}{skipped}.{wanted} --max-skipped lets so many be "
-            f"left out (in quire bench --trace-max-skipped)"
+            f"trace {self.source}, {place}: {why}{skipped}.{wanted} --max-skipped (in quire bench "
+            "--trace-max-skipped) skips invalid rows"
         )
 
     def _of_skipped(self) -> str:
         counts = self.counts
         if not counts.num_skipped:
             return ""
-        return f" ({counts.num_skipped:,} rows are none; the first is {counts.first_skipped})"
+        return f" ({counts.num_skipped:,} invalid rows; the first is {counts.first_skipped})"

@@ -1,7 +1,7 @@
-"""The bytes of a trace, wherever they lie: a file, a web address, compressed or not.
+"""Read the bytes of a trace from a file or a web address, compressed or not.
 
-They are read as a stream, so that a file's size is no matter. What is compressed is told by its
-first bytes, not by its name. What the bytes say is left to the forms.
+They are read as a stream, so that files may have any size. The first bytes tell the compression,
+not the name.
 """
 
 import gzip
@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 from quire.errors import ConfigError
 from quire.units import format_bytes
 
-OnProgress = Callable[[int, int | None], None]  # bytes read, and of how many; None: unknown
+OnProgress = Callable[[int, int | None], None]  # bytes read, and all bytes (None: unknown)
 MAX_LINE_BYTES: Final = 64 * 2**20
 _BUFFER_BYTES = 2**18
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -30,15 +30,15 @@ _TIMEOUT_S = 30
 
 
 def is_address(source: str | Path) -> bool:
-    """Whether it is to be fetched from the web."""
+    """Return whether a source is a web address."""
     return isinstance(source, str) and source.lower().startswith(("http://", "https://"))
 
 
 @contextmanager
 def opened(source: str | Path, on_progress: OnProgress | None = None) -> Iterator[IO[bytes]]:
-    """The bytes, decompressed, with ``peek``.
+    """Open a source; yields its decompressed bytes as a stream with ``peek``.
 
-    Raises: ConfigError naming the source, here and while it is read.
+    Raises: ConfigError with the source, here and while it is read.
     """
     with ExitStack() as stack:
         stack.enter_context(_told_as(source))
@@ -55,17 +55,17 @@ def opened(source: str | Path, on_progress: OnProgress | None = None) -> Iterato
 
 
 def lines_of(source: str | Path, data: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line), empty ones left out.
+    """Yield the number of each line, from 1 on, and the line; empty lines are left out.
 
-    Raises: ConfigError for a line without end.
+    Raises: ConfigError for a line of more than 64 MiB.
     """
     number = 0
     while line := data.readline(MAX_LINE_BYTES):
         number += 1
         if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
             raise ConfigError(
-                f"trace {source}, line {number}: longer than {format_bytes(MAX_LINE_BYTES)}, which "
-                f"no request is; is it a file of requests, one a line?"
+                f"trace {source}, line {number} is longer than {format_bytes(MAX_LINE_BYTES)}: a "
+                "trace has one request per line"
             )
         if not line.isspace():
             yield number, line
@@ -73,7 +73,7 @@ def lines_of(source: str | Path, data: IO[bytes]) -> Iterator[tuple[int, bytes]]
 
 @contextmanager
 def _told_as(source: str | Path) -> Iterator[None]:
-    """What goes wrong with bytes, in our words."""
+    """Raise errors of reading as ConfigError."""
     try:
         yield
     except HTTPError as error:
@@ -87,17 +87,17 @@ def _told_as(source: str | Path) -> Iterator[None]:
 
 
 def _raw(source: str | Path, stack: ExitStack) -> tuple[Any, int | None]:
-    """A reader with ``readinto``, and how many bytes it will give."""
+    """Open a source without decompression. Returns: the reader, and its number of bytes."""
     if not is_address(source):
         status = Path(source).stat()
         if not S_ISREG(status.st_mode):
-            raise ConfigError(f"trace {source} is no file: it is read more than once")
+            raise ConfigError(f"trace {source} is not a regular file, which is read more than once")
         file = stack.enter_context(open(source, "rb", buffering=0))  # noqa: SIM115 - the stack closes it
         return file, status.st_size
     try:
         request = Request(str(source), headers={"User-Agent": "quire"})
     except ValueError as error:
-        raise ConfigError(f"trace {source} is no address: {error}") from error
+        raise ConfigError(f"trace {source} is not a valid address: {error}") from error
     answer = stack.enter_context(urlopen(request, timeout=_TIMEOUT_S))
     length = answer.headers.get("Content-Length")
     return answer, int(length) if length and length.isdigit() else None
@@ -105,7 +105,7 @@ def _raw(source: str | Path, stack: ExitStack) -> tuple[Any, int | None]:
 
 @final
 class _Counted(io.RawIOBase):
-    """Bytes as they come, counted; an end before the last one is an error."""
+    """A reader that counts its bytes, and fails if the stream ends early."""
 
     def __init__(self, raw: Any, total: int | None, on_progress: OnProgress | None) -> None:
         self._raw, self._total, self._on_progress = raw, total, on_progress
@@ -118,10 +118,11 @@ class _Counted(io.RawIOBase):
         count: int = self._raw.readinto(buffer) or 0
         self.tell_read(self.num_read + count)
         if not count and self._total is not None and self.num_read < self._total:
-            raise EOFError(f"it breaks off after {self.num_read:,} of {self._total:,} bytes")
+            raise EOFError(f"it ends after {self.num_read:,} of {self._total:,} bytes")
         return count
 
     def tell_read(self, num_read: int) -> None:
+        """Report progress."""
         if self._on_progress is not None and num_read != self.num_read:
             self._on_progress(num_read, self._total)
         self.num_read = num_read
@@ -131,15 +132,15 @@ class _Counted(io.RawIOBase):
 
 
 def _unpacked(source: str | Path, data: IO[bytes], counted: _Counted, stack: ExitStack) -> Any:
-    """With whatever there is that knows zstd: a package, or the program on a file."""
+    """Decompress zstd with the package ``zstandard``, or with the program ``zstd`` for a file."""
     if find_spec("zstandard") is not None:
         return (
             import_module("zstandard").ZstdDecompressor(max_window_size=2**31).stream_reader(data)
         )
     if which("zstd") is None or is_address(source):
         raise ConfigError(
-            f"trace {source} is packed with zstd: pip install zstandard, or unpack it first "
-            f"(zstd -d --long=31)"
+            f"trace {source} is compressed with zstd: pip install zstandard, or decompress it "
+            "(zstd -d --long=31)"
         )
     file = stack.enter_context(open(source, "rb", buffering=0))  # noqa: SIM115 - the stack closes it
     program = subprocess.Popen(
@@ -159,7 +160,7 @@ def _unpacked(source: str | Path, data: IO[bytes], counted: _Counted, stack: Exi
 
 @final
 class _FromProgram(io.RawIOBase):
-    """What a program writes that reads ``file``; where it is in there is our progress."""
+    """The output of a program that reads ``file``, whose position there is the progress."""
 
     def __init__(
         self, program: "subprocess.Popen[bytes]", file: IO[bytes], counted: _Counted

@@ -1,7 +1,7 @@
-"""Open a trace: tell by what is in it which form it has.
+"""Open a trace, and detect its format by its content.
 
-``open_trace("mooncake.jsonl.gz")`` reads nothing but the beginning; iterating reads the rest. A new
-form is a row here.
+``open_trace("mooncake.jsonl.gz")`` reads only the beginning; an iteration reads the file. To add a
+format, add a row to ``row_forms``.
 """
 
 import csv
@@ -26,37 +26,35 @@ from quire.traces.trace_files import OnProgress, is_address, lines_of, opened
 
 # -- one request a line ----------------------------------------------------------------------------
 
-# Forms of one request a line: comma-separated with a header, or a JSON object.
-#
-# A form turns a line into a request, with the file's own clock; what cannot be in any request, a
-# clock that runs backwards and what is to be skipped are left to the trace.
+# Formats with a CSV row or a JSON object per line. A format turns a line into a request with the
+# file's own clock; ``Trace`` checks the request and the clock, and skips invalid rows.
 #
 # * Azure's LLM inference traces of 2023 and 2024 (Azure/AzurePublicDataset): lengths and times.
 # * BurstGPT (HPMLL/BurstGPT): lengths, times, and in its third part the session. A row of 0
-#   response tokens is a request that failed. Read from its description and from rows quoted in
-#   public; no file of it was at hand.
-# * Mooncake (kvcache-ai/Mooncake, FAST25-release): hash ids of 512 tokens, each standing for all
-#   before it too. A row may name another ``block_size``, as ``kvcache-simulator``'s rows do.
-# * Bailian (alibaba-edu/qwen-bailian-usagetraces-anon): hash ids of 16 tokens, and which chat a
-#   request goes on with. Read from its description; no file of it was at hand.
+#   response tokens is a failed request. Implemented from its description and published rows,
+#   without a file to test.
+# * Mooncake (kvcache-ai/Mooncake, FAST25-release): hash ids of 512 tokens, each of which covers all
+#   tokens before it. A row may name another ``block_size``, as rows of ``kvcache-simulator`` do.
+# * Bailian (alibaba-edu/qwen-bailian-usagetraces-anon): hash ids of 16 tokens, and the chat that a
+#   request continues. Implemented from its description, without a file to test.
 # * Quire's own (``quire.traces.request_log``).
 
 
 Parse = Callable[[bytes], TraceRequest]
 _MOONCAKE_TOKENS: Final = 512
 _BAILIAN_TOKENS: Final = 16
-_MOST_CHATS: Final = 2**20  # whose sessions are remembered
+_MOST_CHATS: Final = 2**20  # chats whose sessions are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowForm:
-    """How the rows of one kind of file are read."""
+    """A format: how to detect it, and how to parse its rows."""
 
     name: str
     title: str
-    wanted: str  # what a row must have, for the message about one that lacks it
-    known: Callable[[bytes], bool]  # by the first line
-    begin: Callable[[bytes], tuple[Parse, bool]]  # by the first line; is that one a row itself?
+    wanted: str  # the fields of a row, for error messages
+    known: Callable[[bytes], bool]  # whether a first line is of this format
+    begin: Callable[[bytes], tuple[Parse, bool]]  # the parser; whether the first line is a row
 
 
 # -- comma-separated -----------------------------------------------------------------------------
@@ -69,7 +67,7 @@ def _columns(header: bytes) -> list[str]:
         return []
     try:
         return [name.strip() for name in next(csv.reader([text]), [])]
-    except csv.Error:  # no header is as long as one line of JSON may be
+    except csv.Error:  # a line of JSON may be longer than csv allows
         return []
 
 
@@ -116,28 +114,28 @@ def _begin_burstgpt(header: bytes) -> tuple[Parse, bool]:
 
 
 def _date_s(text: str) -> float:
-    """Azure writes up to seven digits of a second, and in 2024 an offset: ``…:51.22+00:00``."""
+    """Parse Azure's time, with up to seven digits of a second and, in 2024, a time zone."""
     clock, _, zone = text.strip().partition("+")
     whole, _, fraction = clock.partition(".")
     try:
         date = datetime.fromisoformat(f"{whole}+{zone or '00:00'}")
         return date.timestamp() + float(f"0.{fraction or 0}")
     except ValueError as error:
-        raise BadRow(f"{text!r} is no time") from error
+        raise BadRow(f"{text!r} is not a time") from error
 
 
 def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise BadRow(f"{text!r} is no number") from error
+        raise BadRow(f"{text!r} is not a number") from error
 
 
 def _integer(text: str) -> int:
-    """A whole number, which some write with a point."""
+    """Parse a whole number, which some files write as 17.0."""
     number = _number(text)
     if not number.is_integer():
-        raise BadRow(f"{text!r} is no whole number")
+        raise BadRow(f"{text!r} is not a whole number")
     return int(number)
 
 
@@ -183,7 +181,7 @@ def _begin_mooncake(_first: bytes) -> tuple[Parse, bool]:
 
 def _begin_bailian(_first: bytes) -> tuple[Parse, bool]:
     decode = Decoder(_BailianRow).decode
-    sessions: OrderedDict[int, int] = OrderedDict()  # of each chat its first one
+    sessions: OrderedDict[int, int] = OrderedDict()  # chat → the first chat of its session
 
     def parse(line: bytes) -> TraceRequest:
         row = decode(line)
@@ -229,7 +227,7 @@ def _json_has(*names: str) -> Callable[[bytes], bool]:
 
 
 def row_forms() -> Mapping[str, RowForm]:
-    """By name; the first that knows a file's first line is right."""
+    """Return the formats by name; the first that knows a file's first line is taken."""
     lengths = ("timestamp", "input_length", "output_length")
     forms = (
         RowForm(
@@ -271,14 +269,14 @@ def row_forms() -> Mapping[str, RowForm]:
     return MappingProxyType({form.name: form for form in forms})
 
 
-# -- which form a file has -------------------------------------------------------------------------
+# -- detection of the format -----------------------------------------------------------------------
 
 
 CONVERSATIONS, SERVEGEN = "kv-cache-tester", "servegen"
 
 
 def form_names() -> tuple[str, ...]:
-    """What ``form`` may be."""
+    """Return the names of all formats."""
     return (*row_forms(), CONVERSATIONS, SERVEGEN)
 
 
@@ -291,11 +289,11 @@ def open_trace(
     session_interval_s: float = 60.0,
     on_progress: OnProgress | None = None,
 ) -> Trace:
-    """Requests of a file, a folder or a web address, in any of the forms.
+    """Open a file, a folder or a web address of any format.
 
-    ``form``: what it is, where its beginning does not say. ``max_skipped``: how many rows may be no
-    requests; None: any number. ``session_interval_s`` and ``seed``: of forms that say nothing of
-    when conversations begin, the mean time between two of them.
+    ``form`` overrides the detection. ``max_skipped`` is the number of invalid rows to skip, or None
+    for any. Conversations without a start time start at random, ``session_interval_s`` apart in the
+    mean, with ``seed``.
 
     Raises: ConfigError.
     """
@@ -308,7 +306,9 @@ def open_trace(
         form = _form_of_folder(Path(source)) if folder else _form_of_file(source)
     if form == SERVEGEN:
         if not folder:
-            raise ConfigError(f"trace {source} is no folder; ServeGen's is one, of clients")
+            raise ConfigError(
+                f"trace {source} is not a folder; a ServeGen trace is a folder of clients"
+            )
         clients = ServeGenClients(Path(source), seed=seed, on_progress=on_progress)
         return Trace(source, form, clients.reading)
     if form == CONVERSATIONS:
@@ -332,8 +332,8 @@ def _form_of_folder(folder: Path) -> str:
     except OSError as error:
         raise ConfigError(f"trace {folder} cannot be read: {error.strerror}") from error
     raise ConfigError(
-        f"trace {folder} is a folder with neither kv-cache-tester's conversations (.json) nor "
-        f"ServeGen's clients (chunk-0-trace.csv, chunk-0-dataset.json) in it"
+        f"trace {folder} is a folder without kv-cache-tester's conversations (.json) and without "
+        f"ServeGen's clients (chunk-0-trace.csv, chunk-0-dataset.json)"
     )
 
 
@@ -351,8 +351,8 @@ def _form_of_file(source: str | Path) -> str:
             return CONVERSATIONS
     titles = "; ".join(form.title for form in row_forms().values())
     raise ConfigError(
-        f"trace {source}, line 1: {first[:60].decode(errors='replace').strip()!r} begins none of "
-        f"the forms that can be read: {titles}; kv-cache-tester's (.json, .tar.zst or a folder); "
+        f"trace {source}, line 1: {first[:60].decode(errors='replace').strip()!r} is of no known "
+        f"format; known: {titles}; kv-cache-tester's (.json, .tar.zst or a folder); "
         f"ServeGen's (a folder)"
     )
 

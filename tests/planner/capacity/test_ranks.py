@@ -116,7 +116,10 @@ def test_states_are_divided_by_heads() -> None:
 
 
 def test_ranks_that_heads_do_not_go_into_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tp=3 does not divide 8 heads.*one of 1, 2, 4, 8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tp=3 is neither a divisor.*one of 1, 2, 4, 8",
+    ):
         rank_spec(find_subject("Llama-3.1-8B").spec, 3)
 
 

@@ -20,12 +20,12 @@ def test_the_tables(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = " ".join(capsys.readouterr().out.split())
     assert "percent of 3,200 prompt tokens (mooncake, blocks of 512)" in out
     # 1,024 tokens are found once more: 32 %.
-    for line in ("choice", "lru", "optimum", "1.6k", "1M", "32.0", "asked for the first time"):
+    for line in ("choice", "lru", "optimum", "1.6k", "1M", "32.0", "seen for the first time"):
         assert line in out
     assert "3 requests. A cache of 3.072k tokens evicts nothing." in out
     assert "refuse some" not in out
     hit_rates(trace, cache_tokens="512", policies="lru")
-    assert "The longest prompt has 1,536 tokens in blocks: smaller caches refuse some" in (
+    assert "The longest prompt has 1,536 tokens in blocks: a smaller cache refuses such" in (
         capsys.readouterr().out
     )
 

@@ -145,6 +145,11 @@ def test_policies_lie_between_nothing_and_the_optimum(
     assert counted <= lru_hits(prompts, [size])[0] <= counted + sum(before)
 
 
+def test_a_refused_prompt_is_no_next_use() -> None:
+    prompts = prompts_of([request(ids) for ids in ([1], [1, 2, 3], [4], [5], [4], [5])])
+    assert Optimum(prompts).hits(2) == lru_hits(prompts, [2])[0] == 2 * TOKENS
+
+
 @given(requests=traffic(), whole=st.booleans(), skip=st.integers(0, 3))
 @settings(max_examples=40)
 def test_every_token_is_a_hit_or_has_a_reason(
@@ -219,11 +224,11 @@ def test_the_deepest_of_equals_goes_first() -> None:
         ({"policies": ["fifo"]}, "'fifo' is none of choice, "),
         ({"cache_tokens": [3]}, "a cache of 3 tokens holds not even one block of 4"),
         ({"skip_requests": 2}, "below the trace's 2 requests"),
-        ({"block_tokens": 6}, "--block-size 6: the trace's hash ids stand for 4 tokens"),
-        ({"trace": []}, "a trace without requests"),
+        ({"block_tokens": 6}, "--block-size 6 must be a multiple of 4"),
+        ({"trace": []}, "the trace has no requests"),
         (
             {"trace": [TraceRequest(at_s=0, input_tokens=5, output_tokens=1)]},
-            r"does not say which prompts begin alike \(no hash_ids\)",
+            r"has no hash_ids, which a hit rate needs",
         ),
         (
             {
@@ -234,7 +239,7 @@ def test_the_deepest_of_equals_goes_first() -> None:
                     ),
                 ]
             },
-            "hash ids of 4 and of 5 tokens in one trace",
+            "hash ids of 4 and of 5 tokens",
         ),
     ],
 )

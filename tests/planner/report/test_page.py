@@ -119,11 +119,11 @@ def test_tables_say_what_the_results_say() -> None:
     assert column(used, "used") == [size(r.used_bytes) for r in results]
     assert column(used, "cached") == [size(r.cached_bytes) for r in results]
     assert column(used, "utilization") == [share(r.utilization) for r in results]
-    took = page.tables["How long it took"]
+    took = page.tables["Latencies"]
     assert took[1][:2] == ["contiguous", "TTFT"]
     ttft = results[0].latencies["ttft_s"]
     assert took[1][2:] == [duration(ttft[part]) for part in ("mean", "p50", "p90", "p99", "max")]
-    work = page.tables["What was found, and what was done twice"]
+    work = page.tables["Cache hits, and repeated work"]
     assert column(work, "found") == [share(r.hit_rate) for r in results]
     assert column(work, "copied") == [size(r.copied_bytes) for r in results]
 
@@ -137,7 +137,7 @@ def test_the_hit_rates_and_what_is_held_are_those_that_were_given() -> None:
         for policy, several in rates.by_policy.items()
         for each in several
     ]
-    shown = page.tables["What a prefix cache of any size would find"][1:]
+    shown = page.tables["Hit rate of a prefix cache, by its size"][1:]
     assert [row[1:4] for row in shown[:-1]] == expected
     assert shown[-1][1:4:2] == ["infinite", share(rates.infinite.hit_fraction)]
     held = page.tables["Bytes held against tokens generated"][1:]
@@ -231,9 +231,9 @@ def test_there_is_a_page_of_anything() -> None:
 
 def test_no_request_says_so() -> None:
     text, _ = page_of(report(0))
-    assert "No request came" in text
+    assert "The trace has no requests" in text
     text, _ = page_of(replace(report(), variants=()))
-    assert "No request came" in text
+    assert "The trace has no requests" in text
 
 
 def test_who_ended_nothing_is_not_the_fastest() -> None:
@@ -249,7 +249,7 @@ def test_who_ended_nothing_is_not_the_fastest() -> None:
     )
     _, page = page_of(replace(made, variants=(none_ended, *made.variants[1:])))
     said = " ".join(page.texts)
-    assert f"No request came to its end with {idle.name}." in said
+    assert f"No request finished with {idle.name}." in said
     assert not re.search(rf"{idle.name}[^.]* waits? least", said)
     compared = {row[0]: row[1:] for row in page.tables["All variants"]}
     assert compared["TTFT, median"][0] == "–"

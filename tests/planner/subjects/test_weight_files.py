@@ -64,7 +64,7 @@ def test_no_bytes_make_a_traceback(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.safetensors"
         file.write_bytes(content)
-        with pytest.raises(ModelNotLoadable, match="is no safetensors file"):
+        with pytest.raises(ModelNotLoadable, match="is not a safetensors file"):
             read_header(file)
 
 

@@ -1,4 +1,4 @@
-"""Hit rates of prefix caches over real traffic: how much memory is worth its price."""
+"""Compute hit rates of prefix caches on traces, by cache size and eviction policy."""
 
 from quire.planner.hit_rates.curve import (
     OPTIMUM,

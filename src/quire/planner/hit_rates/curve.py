@@ -1,13 +1,13 @@
-"""How much of a trace's prompts a prefix cache finds, by its size and by what it evicts first.
+"""Compute the hit rate of a prefix cache by its size and eviction policy.
 
-``hit_rate_curve(open_trace(path), [10**6, 4 * 10**6])`` is the whole of it. Of what was not found
-it says why: no prompt had it before (cold), it had been evicted, or it filled no block. LRU is
-computed for all sizes at once, the other policies each by the engine's own core, and the optimum
-beside them knows the future. Drawing is left to the command line and to the report.
+``hit_rate_curve(open_trace(path), [10**6, 4 * 10**6])`` does all of it. A miss has one of three
+reasons: no earlier prompt had the tokens (cold), the cache had evicted them, or they fill no block
+(partial). LRU is computed for all sizes in one pass, the other policies by the engine's own
+accounting, and the optimum knows the future.
 
-Here a request is instantaneous and only prompts are kept: an engine holds blocks of several at once
-(which leaves fewer to find), and keeps answers too (which the next turn of a conversation finds).
-It also computes one token of a prompt at least, where here all may be found.
+A request takes no time here, and only prompts are cached. An engine holds the blocks of several
+requests at once, which leaves fewer to hit, and caches answers too, which the next turn of a
+conversation hits. It also computes at least one token of a prompt, where here all may hit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,12 +28,9 @@ from quire.traces import TraceRequest
 
 # -- the engine's own accounting -------------------------------------------------------------------
 
-# Prompts through the engine's own accounting, under any of its eviction policies.
-#
-# A request is instantaneous: what is cached of its prompt is found and held, room is made for the
-# rest, all of it is known to be computed, and all of it is let go. A block is a block of one token
-# here, and its number is the token: the core does what it does in an engine, only that the bytes
-# of a block's token ids are not hashed and compared with it.
+# A request takes the cached blocks of its prompt, allocates the others, marks all as computed, and
+# frees them. A block holds one token here, and the token is the block's number: the accounting does
+# what it does in an engine, except that it need not hash and compare a block's token ids.
 
 
 def core_hits(
@@ -44,9 +41,10 @@ def core_hits(
     *,
     first_counted: int = 0,
 ) -> int:
-    """Count the tokens found in a cache of ``num_blocks``; a larger prompt is refused.
+    """Count hit tokens in a cache of ``num_blocks`` with a policy; it refuses larger prompts.
 
-    Raises: ConfigError for an unknown policy.
+    Requests before ``first_counted`` fill the cache only. Raises: ConfigError for an unknown
+    policy.
     """
     accounting = prefix_accounting(num_blocks, policy, longest=num_blocks)
     # A hit leaves at least one token to compute, so each prompt gets a last token of its own.
@@ -74,10 +72,7 @@ def core_hits(
 
 
 def prefix_accounting(num_blocks: int, policy: str, *, longest: int) -> PagedAccounting:
-    """Make a prefix cache of blocks of one token, for prompts of up to ``longest`` and one more.
-
-    Raises: ConfigError for an unknown policy.
-    """
+    """Make a cache of ``num_blocks`` blocks of one token, for prompts of ``longest`` tokens."""
     group = Group(
         spec=FullAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn"), layers=(0,)
     )
@@ -92,29 +87,28 @@ def prefix_accounting(num_blocks: int, policy: str, *, longest: int) -> PagedAcc
     return PagedAccounting((group,), config)
 
 
-# -- curve -----------------------------------------------------------------------------------------
-
+# -- the curve -------------------------------------------------------------------------------------
 
 LRU: Final = "lru"
 OPTIMUM: Final = "optimum"
-OnWork = Callable[[str, int, int], None]  # what is done, how many requests of how many
+OnWork = Callable[[str, int, int], None]  # the name of the work, requests done, all requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HitRate:
-    """One policy at one size."""
+    """The hit rate of one policy in a cache of one size."""
 
     policy: str
     cache_tokens: int
     prompt_tokens: int
     hit_tokens: int
-    cold_tokens: int  # asked for the first time: no cache finds these
-    partial_tokens: int  # in no block, as the end of a prompt that fills none
-    num_refused: int  # prompts that are larger than the cache
+    cold_tokens: int  # in no earlier prompt: a miss in any cache
+    partial_tokens: int  # in no block: the end of a prompt that fills none
+    num_refused: int  # prompts larger than the cache
 
     @property
     def evicted_tokens(self) -> int:
-        """Asked for before, and gone since (or refused)."""
+        """Return the tokens of an earlier prompt that were evicted since, or refused."""
         return self.prompt_tokens - self.hit_tokens - self.cold_tokens - self.partial_tokens
 
     @property
@@ -124,29 +118,24 @@ class HitRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HitRates:
-    """Of one trace: by policy, in order of size."""
+    """The hit rates of one trace, by policy and in order of cache size."""
 
     num_requests: int
     prompt_tokens: int
     block_tokens: int
-    num_blocks: int  # distinct ones: a cache as large evicts nothing
-    longest_tokens: int  # of all prompts, in whole blocks: a smaller cache refuses some
+    num_blocks: int  # distinct blocks: a cache of this size evicts nothing
+    longest_tokens: int  # of a prompt, in whole blocks: a smaller cache refuses it
     infinite: HitRate  # a cache that never evicts
     by_policy: dict[str, tuple[HitRate, ...]]
 
     def at(self, policy: str, cache_tokens: int) -> HitRate:
+        """Return the hit rate of one policy at one cache size in tokens."""
         return next(each for each in self.by_policy[policy] if each.cache_tokens == cache_tokens)
 
 
-OWN_POLICIES: Final = ("choice", "lru", "lru-2", OPTIMUM)  # the engine's default first
-
-
-def require_policies(names: Iterable[str], option: str) -> None:
-    """Raise ConfigError for a name that is no eviction policy and not the optimum."""
-    for name in names:
-        if name != OPTIMUM and name not in EVICTION_POLICIES:
-            known = ", ".join((*EVICTION_POLICIES, OPTIMUM))
-            raise ConfigError(f"{option} {name!r} is none of {known}")
+def policy_names() -> tuple[str, ...]:
+    """Return the names of all policies: the engine's default first, the optimum last."""
+    return (DEFAULT_POLICY, *(name for name in POLICIES if name != DEFAULT_POLICY), OPTIMUM)
 
 
 def hit_rate_curve(
@@ -159,10 +148,10 @@ def hit_rate_curve(
     skip_requests: int = 0,
     on_work: OnWork = lambda *_: None,
 ) -> HitRates:
-    """Compute the hits of each policy (``OWN_POLICIES``) in caches of ``cache_tokens`` tokens.
+    """Compute the hit rates of policies (default: all) in caches of these sizes in tokens.
 
-    ``block_tokens`` and ``whole_blocks`` are those of ``prompts_of``. ``skip_requests``: so many at
-    the beginning fill the cache and are not counted.
+    ``block_tokens`` and ``whole_blocks`` are as in ``prompts_of``. The first ``skip_requests`` fill
+    the cache and are not counted.
 
     Raises: ConfigError.
     """
@@ -186,8 +175,7 @@ def hit_rate_curve(
 
 
 def round_sizes(prompts: Prompts) -> list[int]:
-    """Sizes of cache to look at, in tokens: 1, 2, 5 and so on, from where every prompt fits to
-    where nothing is evicted."""
+    """Choose cache sizes in tokens (1, 2, 5, 10 …): each fits every prompt, and evicts some."""
     least = max(prompts.num_blocks_of_each()) * prompts.block_tokens
     most = prompts.num_blocks * prompts.block_tokens
     several = [digit * 10**power for power in range(19) for digit in (1, 2, 5)]
@@ -195,7 +183,7 @@ def round_sizes(prompts: Prompts) -> list[int]:
 
 
 class _CurveRun:
-    """What the policies have in common."""
+    """One run over a trace: what all policies share, and the hits of each."""
 
     def __init__(
         self, prompts: Prompts, sizes: list[int], skip_requests: int, on_work: OnWork
@@ -241,10 +229,13 @@ class _CurveRun:
                 future.hits(size, self._teller(f"{policy}, {size:,} blocks"), first_counted=skip)
                 for size in sizes
             ]
-        tell = [self._teller(f"{policy}, {size:,} blocks") for size in sizes]
         return [
-            core_hits(prompts, size, policy, teller, first_counted=skip)
-            for size, teller in zip(sizes, tell, strict=True)
+            core_hits(
+                *(prompts, size, policy),
+                self._teller(f"{policy}, {size:,} blocks"),
+                first_counted=skip,
+            )
+            for size in sizes
         ]
 
     def _rate(self, policy: str, cache_tokens: int, hit_tokens: int) -> HitRate:

@@ -1,12 +1,12 @@
-"""The best that any order of eviction could find, knowing the future: Belady's, on prefixes.
+"""Compute the best hit rate of any eviction order, with knowledge of the future.
 
-When a prompt comes, what is cached of its beginning is found and held; room is made for the rest;
-all of it is cached then, as it must be for it to be computed. Of all other blocks those go first
-whose next use is farthest, or never comes; of equal ones the deepest. A block is used whenever its
-child is, so its next use is never later, and what is cached stays closed under prefixes.
+A prompt hits its cached prefix, and the cache then holds all of the prompt, which an engine needs
+to compute it. To make room it evicts the blocks whose next use is farthest, or never comes; of
+equal ones the deepest first. A block is used whenever its child is, so its next use is never later,
+and the cached blocks stay closed under prefixes.
 
-This is the optimum of caches that must hold every prompt that comes. One that could turn blocks
-away (compute them elsewhere) finds a little more in small caches.
+This is the optimum for caches that must hold every prompt. A cache that could refuse blocks would
+hit a little more at small sizes.
 
 Source: Belady 1966.
 """
@@ -21,18 +21,11 @@ from quire.planner.hit_rates.prefix_tree import TELL_EVERY, OnRequest, Prompts
 
 @final
 class Optimum:
-    """What is to come of a trace's prompts; then ``hits`` for a size of cache."""
+    """The prompts of a trace; ``hits`` counts hits in a cache of one size."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
         self._paths = [array("i", prompts.path(now)) for now in range(prompts.num_requests)]
-        following = [prompts.num_requests] * len(prompts.lengths)
-        self._next_uses = [array("i") for _ in self._paths]
-        for now in range(prompts.num_requests - 1, -1, -1):
-            path = self._paths[now]
-            self._next_uses[now] = array("i", [following[each] for each in path])
-            for each in path:
-                following[each] = now
 
     def hits(
         self,
@@ -41,12 +34,13 @@ class Optimum:
         *,
         first_counted: int = 0,
     ) -> int:
-        """Tokens found from request ``first_counted`` on; a larger prompt is refused."""
+        """Count hit tokens from request ``first_counted`` on; the cache refuses larger prompts."""
         prompts, lengths = self._prompts, self._prompts.lengths
         cached = [0] * len(lengths)  # blocks of each stretch, from its first on
         kept = _ByNextUse(cached)
         num_cached = hit_tokens = 0
-        for now, (path, next_uses) in enumerate(zip(self._paths, self._next_uses, strict=True)):
+        paths = zip(self._paths, self._next_uses(num_blocks), strict=True)
+        for now, (path, next_uses) in enumerate(paths):
             num_hit = total = 0
             goes_on = True
             for each in path:
@@ -73,13 +67,26 @@ class Optimum:
         assert num_cached == sum(cached) <= num_blocks
         return hit_tokens
 
+    def _next_uses(self, num_blocks: int) -> list["array[int]"]:
+        """Find the next use of each stretch of each prompt, by a prompt that the cache accepts."""
+        lengths = self._prompts.lengths
+        following = [len(self._paths)] * len(lengths)
+        found = [array("i") for _ in self._paths]
+        for now in range(len(self._paths) - 1, -1, -1):
+            path = self._paths[now]
+            if sum([lengths[each] for each in path]) <= num_blocks:
+                found[now] = array("i", [following[each] for each in path])
+                for each in path:
+                    following[each] = now
+        return found
+
 
 @final
 class _ByNextUse:
     """Cached stretches by their next use.
 
-    Those that are next used by one request lie on its path, and come in here the deepest first: it
-    was used last no later than what is above it. So the first that came in is the first to go.
+    All stretches with one next use are on that request's path. They are added deepest first, so the
+    first one added is the first to evict.
     """
 
     def __init__(self, cached: list[int]) -> None:
@@ -88,7 +95,7 @@ class _ByNextUse:
         self._latest: list[int] = []  # a heap of negated next uses
 
     def come(self, now: int) -> None:
-        """What is next used now is held."""
+        """Take the stretches that this request uses out of the queue."""
         self._stretches.pop(now, None)
 
     def add(self, path: "array[int]", next_uses: "array[int]") -> None:

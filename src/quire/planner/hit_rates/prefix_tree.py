@@ -1,11 +1,11 @@
-"""Which prompts of a trace begin alike: a tree of stretches of blocks, and where each prompt ends.
+"""Build the radix tree of a trace's prompts.
 
-A stretch is a run of blocks that no prompt leaves or enters in the middle, so that its blocks are
-always used together; a prompt is a path of stretches from the root. To follow prompts is to look at
-stretches, of which there are few, not at blocks. Ids need not stand for all before them: equal ids
-are one block where all before them are equal too.
+An edge of the tree is a stretch: a run of blocks in which no prompt begins to differ, so that its
+blocks are always used together. A prompt is a path of stretches from the root. A trace has far
+fewer stretches than blocks, which is what makes it fast to replay. Two equal hash ids are one block
+if all ids before them are equal too.
 
-A block's number is its stretch's first number and its place in there.
+A block's number is the first number of its stretch plus its place in the stretch.
 """
 
 from array import array
@@ -20,7 +20,7 @@ from quire.errors import ConfigError
 from quire.traces import TraceRequest
 
 Ints: TypeAlias = npt.NDArray[np.int64]
-OnRequest: TypeAlias = Callable[[int], None]  # told how many requests are done, now and then
+OnRequest: TypeAlias = Callable[[int], None]  # called from time to time: requests done
 TELL_EVERY: Final = 256
 _ID_BYTES: Final = 8
 _ROOT: Final = -1
@@ -28,15 +28,15 @@ _ROOT: Final = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Prompts in order of time.
+    """The prompts of a trace in order of time, as paths in the tree.
 
     Shapes: R requests, S stretches.
     """
 
     block_tokens: int
     prompt_tokens: list[int]  # [R]
-    ends: list[int]  # [R] the last stretch of each prompt; -1: it has no block
-    parents: list[int]  # [S] -1: it begins a prompt
+    ends: list[int]  # [R] the last stretch of each prompt; -1: the prompt has no block
+    parents: list[int]  # [S] -1: the stretch begins at the root
     lengths: list[int]  # [S] in blocks
     firsts: Ints  # [S] number of the first block
 
@@ -50,11 +50,11 @@ class Prompts:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct ones."""
+        """Return the number of distinct blocks."""
         return sum(self.lengths)
 
     def path(self, request: int) -> list[int]:
-        """A prompt's stretches, from the first on."""
+        """Return a prompt's stretches, the first one first."""
         stretch, parents = self.ends[request], self.parents
         path = []
         while stretch != _ROOT:
@@ -64,7 +64,7 @@ class Prompts:
         return path
 
     def num_blocks_of_each(self) -> list[int]:
-        """Of each prompt. Shapes: [R]."""
+        """Return the number of blocks of each prompt. Shapes: [R]."""
         depths, found = {_ROOT: 0}, []
         for end in self.ends:
             below, stretch = [], end
@@ -78,7 +78,7 @@ class Prompts:
         return found
 
     def chain(self, request: int) -> npt.NDArray[np.int32]:
-        """A prompt's blocks, from the first on."""
+        """Return the numbers of a prompt's blocks. Shapes: [blocks]."""
         parts = [
             np.arange(self.firsts[each], self.firsts[each] + self.lengths[each], dtype=np.int32)
             for each in self.path(request)
@@ -86,23 +86,23 @@ class Prompts:
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
     def last_tokens(self, request: int, num_blocks: int) -> int:
-        """What the last block of a prompt of so many holds: mostly it is not full."""
+        """Return the tokens in the last block of a prompt of ``num_blocks``."""
         whole = (num_blocks - 1) * self.block_tokens
         return min(self.block_tokens, self.prompt_tokens[request] - whole)
 
     def tokens_of(self, request: int, num_blocks: int) -> int:
-        """The prompt's tokens that its first ``num_blocks`` hold."""
+        """Return the prompt's tokens in its first ``num_blocks``."""
         return min(num_blocks * self.block_tokens, self.prompt_tokens[request])
 
 
 def prompts_of(
     trace: Iterable[TraceRequest], *, block_tokens: int | None = None, whole_blocks: bool = False
 ) -> Prompts:
-    """Read a trace to its end.
+    """Read a trace to its end, and build the tree of its prompts.
 
-    ``block_tokens``: join so many tokens' ids to a block; None: an id is a block. ``whole_blocks``:
-    the end of a prompt that fills no block is not kept, as in an engine; else it is a block of its
-    own, as in the traces' own figures.
+    A block joins the hash ids of ``block_tokens`` tokens; by default it is one id. With
+    ``whole_blocks`` the last block of a prompt counts only if it is full, as in an engine; without,
+    it always counts, as in the published figures of traces.
 
     Raises: ConfigError.
     """
@@ -127,11 +127,11 @@ def prompts_of(
             data = data[: request.input_tokens // size * _ID_BYTES]
         ends.append(tree.enter(data))
     if not len(ends):
-        raise ConfigError("a trace without requests has no hit rate")
+        raise ConfigError("the trace has no requests")
     if not id_tokens:
         raise ConfigError(
-            "this trace does not say which prompts begin alike (no hash_ids), so that nothing can "
-            "be said of its hit rate; Mooncake's, Bailian's, kv-cache-tester's and Quire's own do"
+            "the trace has no hash_ids, which a hit rate needs; Mooncake's, Bailian's, "
+            "kv-cache-tester's and Quire's own traces have them"
         )
     lengths = [len(label) // _ID_BYTES for label in tree.labels]
     return Prompts(
@@ -146,16 +146,16 @@ def prompts_of(
 
 def _check_sizes(before: int, id_tokens: int, block_tokens: int | None) -> None:
     if before:
-        raise ConfigError(f"hash ids of {before:,} and of {id_tokens:,} tokens in one trace")
+        raise ConfigError(f"the trace has hash ids of {before:,} and of {id_tokens:,} tokens")
     if block_tokens is not None and (block_tokens < 1 or block_tokens % id_tokens):
         raise ConfigError(
-            f"--block-size {block_tokens}: the trace's hash ids stand for {id_tokens:,} tokens "
-            f"each, so that blocks are of these or of a multiple"
+            f"--block-size {block_tokens} must be a multiple of {id_tokens:,}, the tokens of a "
+            "hash id of the trace"
         )
 
 
 def _joined(data: bytes, size: int, known: dict[bytes, int]) -> bytes:
-    """Each ``size`` bytes of ids as one id; the rest as one too."""
+    """Join each ``size`` bytes of ids, and the rest, to one id."""
     several = array("q")
     for start in range(0, len(data), size):
         part = data[start : start + size]
@@ -165,7 +165,7 @@ def _joined(data: bytes, size: int, known: dict[bytes, int]) -> bytes:
 
 @final
 class _Tree:
-    """Stretches as prompts come; one that a prompt leaves in the middle is cut there."""
+    """The tree while it grows; a prompt that differs inside a stretch splits it."""
 
     def __init__(self) -> None:
         self.labels: list[bytes] = []  # the ids of each stretch
@@ -173,7 +173,7 @@ class _Tree:
         self._children: dict[tuple[int, bytes], int] = {}  # by the first id
 
     def enter(self, data: bytes) -> int:
-        """The stretch that a prompt of these ids ends with."""
+        """Add a prompt of these ids. Returns: its last stretch."""
         node, at = _ROOT, 0
         while at < len(data):
             key = (node, data[at : at + _ID_BYTES])
@@ -186,7 +186,7 @@ class _Tree:
                 node, at = child, at + len(label)
                 continue
             num_common = _num_common(data, at, label)
-            # The lower part keeps its number: prompts end with it.
+            # The lower part keeps its number, because prompts end with it.
             node = self._children[key] = self._add(node, label[:num_common])
             self.labels[child], self.parents[child] = label[num_common:], node
             self._children[node, label[num_common : num_common + _ID_BYTES]] = child
@@ -200,7 +200,7 @@ class _Tree:
 
 
 def _num_common(data: bytes, at: int, label: bytes) -> int:
-    """How many bytes of whole ids are alike; they are not all alike to the label's end."""
+    """Count the bytes of whole ids that agree; the label does not agree to its end."""
     count = min(len(data) - at, len(label)) // _ID_BYTES
     ours = np.frombuffer(data, np.int64, count, at)
     theirs = np.frombuffer(label, np.int64, count)

@@ -1,12 +1,11 @@
-"""LRU at every size of cache in one pass, by stack distances.
+"""Compute LRU hits for every cache size in one pass, by stack distances.
 
-Blocks lie in a stack, the last used on top: of one prompt the first block on top, since an engine
-lets go the deepest first. A cache of n blocks holds the n topmost, whatever n is, if it can hold
-every prompt; so a block is a hit in all caches that are larger than its place in the stack.
+Blocks form a stack with the most recently used on top; of one prompt the first block is on top,
+since an engine frees the deepest first. A cache of n blocks holds the n topmost for any n, if it
+can hold every prompt. So a block hits in all caches that are larger than its place in the stack.
 
-Blocks of one prompt that no later one has used lie together, so it is enough to know how many there
-are of each prompt, and a Fenwick tree adds them up. Which blocks a prompt has is left to
-``prompts``; the same through the core of the engine is in ``core``, and a test compares the two.
+The blocks that one prompt was the last to use are neighbours, so the pass needs only their number
+per prompt, and a Fenwick tree sums it. A test compares the result with the engine's own accounting.
 
 Source: stack distances, Mattson, Gecsei, Slutz and Traiger 1970.
 """
@@ -19,7 +18,7 @@ from quire.planner.hit_rates.prefix_tree import TELL_EVERY, Ints, OnRequest, Pro
 
 
 def infinite_hits(prompts: Prompts, *, first_counted: int = 0) -> int:
-    """Tokens found by a cache that never evicts."""
+    """Count the hit tokens of a cache that never evicts."""
     seen, lengths, found = bytearray(len(prompts.lengths)), prompts.lengths, 0
     for now in range(prompts.num_requests):
         num_hit = 0
@@ -39,9 +38,9 @@ def lru_hits(
     *,
     first_counted: int = 0,
 ) -> list[int]:
-    """Tokens found in caches of so many blocks, from request ``first_counted`` on.
+    """Count hit tokens in caches of these sizes in blocks, from request ``first_counted`` on.
 
-    A prompt that is larger than the cache is refused: it finds nothing and changes nothing.
+    A cache refuses a prompt that is larger: the prompt hits nothing and changes nothing.
     """
     longest = max(prompts.num_blocks_of_each())
     found: dict[int, int] = {}
@@ -62,15 +61,15 @@ def lru_curve(
     first_counted: int = 0,
     most_blocks: int | None = None,
 ) -> Ints:
-    """Tokens found, by the size of the cache in blocks, from 0 to all there are.
+    """Count hit tokens by cache size in blocks, from 0 to all distinct blocks.
 
-    ``most_blocks``: longer prompts are refused.
+    Prompts of more than ``most_blocks`` are refused. Shapes: [blocks + 1].
     """
     lengths, size = prompts.lengths, prompts.block_tokens
     last_use = [-1] * len(lengths)
     uses = _Sums(prompts.num_requests)
-    begins, ends = [], []  # places in the stack: from here to there blocks are found
-    lasts, lacking = [], []  # places of last blocks, and the tokens they are short of a full one
+    begins, ends = [], []  # ranges of places in the stack at which blocks were hit
+    lasts, lacking = [], []  # places of prompts' last blocks, and the tokens that these lack
     for now in range(prompts.num_requests):
         path = prompts.path(now)
         num_blocks = sum([lengths[each] for each in path])
@@ -107,7 +106,7 @@ def lru_curve(
 
 
 class _Sums:
-    """Numbers by time, and their sum from a time on, in the logarithm of their count.
+    """Numbers by time, with their sum after a time in logarithmic cost.
 
     Source: Fenwick 1994.
     """
@@ -124,7 +123,7 @@ class _Sums:
             at += at & -at
 
     def after(self, when: int) -> int:
-        """The sum of all that came later."""
+        """Return the sum of all numbers after this time."""
         tree, at, total = self._tree, when + 1, self._total
         while at:
             total -= tree[at]

@@ -1,7 +1,6 @@
-"""One page for what a simulation found: a file that needs nothing else, with a table behind each
-plot.
+"""Make an HTML page of what a simulation found, with a table behind each plot.
 
-``Report`` is what it is made from, ``render`` makes it. Nothing is simulated here.
+``render`` makes the page from a ``Report``. It needs no other file and no network.
 """
 
 from quire.planner.report.content import Held, Report, Variant, held_by_batch, held_by_one

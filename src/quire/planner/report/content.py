@@ -1,4 +1,4 @@
-"""What a report is made from, and what its sections are before they are a page."""
+"""Define what a report is made from, and the parts of its sections."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,15 +12,13 @@ from quire.planner.simulation.result import SimulationResult
 from quire.spec import ModelSpec
 from quire.units import format_bytes, format_count
 
-# -- content ---------------------------------------------------------------------------------------
-
-
-# -- content ---------------------------------------------------------------------------------------
+# Each strategy has its own color in every figure; page.css has the colors.
+_OWN = ("contiguous", "growing", "paged", "virtual")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One simulation, by the name under which it is compared."""
+    """A simulation, and the name under which it is compared."""
 
     name: str
     result: SimulationResult
@@ -28,7 +26,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a strategy holds while tokens are generated."""
+    """The memory that a strategy holds while tokens are generated."""
 
     strategy: str
     num_tokens: tuple[int, ...]  # ascending
@@ -38,40 +36,39 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Of one or several traces, each with the same variants."""
+    """The content of a report on one or several traces, each with the same variants."""
 
     model: str
     machine: str
     traces: tuple[str, ...]
-    command: str  # that makes this report again
+    command: str  # makes this report again
     version: str
     variants: tuple[Variant, ...]
     notes: tuple[str, ...] = ()
-    one: tuple[Held, ...] = ()  # a sequence from its first token to the longest
-    batch: tuple[Held, ...] = ()  # the trace's first requests, generating together
+    one: tuple[Held, ...] = ()  # a sequence that goes on to the full context
+    batch: tuple[Held, ...] = ()  # the trace's first requests, side by side
     num_batch: int = 0
-    hit_rates: tuple[tuple[str, HitRates], ...] = ()  # of traces that say who begins alike
+    hit_rates: tuple[tuple[str, HitRates], ...] = ()  # of traces with hash ids
     bytes_per_token: int = 0
 
     @property
     def goals(self) -> dict[str, float | None]:
-        """The same for all variants."""
+        """Return the latency goals, which all variants share."""
         return self.variants[0].result.goals if self.variants else {}
 
     def colors(self) -> list[str]:
-        """One a variant: its strategy's. Variants are told apart by name, never by color alone."""
+        """Return each variant's color, its strategy's; names tell variants of one color apart."""
         return [strategy_color(variant.result.cache) for variant in self.variants]
 
 
 def strategy_color(strategy: str) -> str:
-    """Return a strategy's own color, the same in every figure and every report."""
-    own = STRATEGIES.own_names
-    return f"var(--v{own.index(strategy)})" if strategy in own else "var(--other)"
+    """Return a strategy's color, as a variable of page.css."""
+    return f"var(--v{_OWN.index(strategy)})" if strategy in _OWN else "var(--other)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportTable:
-    """Texts as they are shown. The first column says what a row is of."""
+    """A table of texts, whose first column names the row."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -79,7 +76,7 @@ class ReportTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hover:
-    """What is said of the place on a plot that is pointed at: a title, and a text a series."""
+    """Texts to show at a place on a plot under the pointer: a title, and one per series."""
 
     at: Sequence[float]  # ascending, as shares of the drawing's width
     titles: Sequence[str]
@@ -88,7 +85,7 @@ class Hover:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One plot of several; or two, one below the other, that are read as one."""
+    """A plot, or two with one below the other."""
 
     title: str
     color: str = ""  # of the title
@@ -99,17 +96,17 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportPart:
-    """A piece of a bar."""
+    """A part of a bar."""
 
-    kind: str  # the CSS class that it looks by
+    kind: str  # the CSS class
     label: str
     share: float  # of the whole bar
-    text: str  # how much it is
+    text: str  # its size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A whole, and what it is made of."""
+    """A bar of parts."""
 
     name: str
     color: str
@@ -119,27 +116,21 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A question, what is drawn, and the numbers behind it."""
+    """A section of the page: text, plots or bars, and the table with their numbers."""
 
     name: str  # of the anchor
     title: str
     text: Sequence[str]  # paragraphs
-    keys: Sequence[tuple[str, str]] = ()  # the CSS class of a swatch, and what it means
+    keys: Sequence[tuple[str, str]] = ()  # the CSS class of a swatch, and its meaning
     panels: Sequence[Panel] = ()
     bars: Sequence[Bar] = ()
     table: ReportTable | None = None
-    opens: bool = False  # the table is shown at once
+    opens: bool = False  # show the table at once
 
 
 # -- bytes held ------------------------------------------------------------------------------------
 
-# Bytes held against tokens generated, by each strategy's own accounting.
-#
-# One sequence from its first token to the longest, and the first requests of a trace, each
-# generating a token a step. Memory is ample, so that none waits: what is compared is what they ask
-# for.
-
-
+# Each strategy's own accounting counts them, in a cache so large that no sequence waits.
 _NUM_POINTS = 240
 
 
@@ -152,10 +143,10 @@ class Lengths:
 
 
 def held_by_one(spec: ModelSpec, sizes: Mapping[str, CacheConfig], request: Lengths) -> list[Held]:
-    """By strategy. It begins with its prompt, and could go on to the longest."""
+    """Compute what one sequence holds from its prompt to the full context, by strategy."""
     found = []
     for strategy, own in sizes.items():
-        longest = own.max_model_len - 1  # the last token is written down, never computed
+        longest = own.max_model_len - 1  # the last token is never computed
         first = min(request.input_tokens, longest)
         each = _some(first, longest)
         ample = _ample(strategy, spec, own, [longest])
@@ -174,7 +165,7 @@ def held_by_one(spec: ModelSpec, sizes: Mapping[str, CacheConfig], request: Leng
 def held_by_batch(
     spec: ModelSpec, sizes: Mapping[str, CacheConfig], batch: Sequence[Lengths]
 ) -> list[Held]:
-    """By strategy. All begin at once with their prompts; each ends after its own last token."""
+    """Compute what sequences hold that start together, by strategy and step."""
     found = []
     for strategy, own in sizes.items():
         fitting = [each for each in batch if _last(each) < own.max_model_len]
@@ -218,19 +209,19 @@ def _extend(accounting: Accounting, number: int, num_tokens: int) -> None:
 
 
 def _last(each: Lengths) -> int:
-    """Tokens that are computed of it."""
+    """Return how many tokens of a request are computed."""
     return each.input_tokens + max(each.output_tokens, 1) - 1
 
 
 def _some(first: int, last: int) -> list[int]:
-    """All of them, or so many that a line is smooth."""
+    """Return all numbers of [first, last], or enough for a smooth line."""
     if last - first < _NUM_POINTS:
         return list(range(first, last + 1))
     return [int(each) for each in np.linspace(first, last, _NUM_POINTS).round()]
 
 
 def _ample(strategy: str, spec: ModelSpec, sizes: CacheConfig, ends: Sequence[int]) -> CacheConfig:
-    """Room for all of them at their ends, and for what lives twice while it is copied."""
+    """Return sizes with room for all sequences at their ends, and for copies."""
     several = replace(sizes, max_num_seqs=len(ends), enable_prefix_caching=False)
     probe = build_accounting(strategy, spec, replace(several, max_num_seqs=1))
     counts = np.array(ends, np.int64)
@@ -238,10 +229,7 @@ def _ample(strategy: str, spec: ModelSpec, sizes: CacheConfig, ends: Sequence[in
     return replace(several, capacity_bytes=3 * need_bytes, max_capacity_bytes=None)
 
 
-# -- how numbers are written -----------------------------------------------------------------------
-
-# How numbers are written in a report: a unit once an axis, and cells of tables.
-
+# -- numbers as texts ------------------------------------------------------------------------------
 
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _CLOCK = ((86_400, "d"), (3600, "h"), (60, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -249,18 +237,19 @@ _COUNTS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
 def axis_of_bytes(values: Sequence[float]) -> list[str]:
-    """Labels of an axis: the unit only at its top."""
+    """Return labels of an axis in bytes, with the unit at its top only."""
     size, unit = next((each for each in _BYTES if values[-1] >= each[0]), (1, "B"))
     return _labels(values, size, f" {unit}")
 
 
 def axis_of_counts(values: Sequence[float]) -> list[str]:
+    """Return labels of an axis of counts, all with one suffix."""
     size, unit = next((each for each in _COUNTS if values[-1] >= 10 * each[0]), (1, ""))
     return [f"{value / size:,g}{unit if value else ''}" for value in values]
 
 
 def axis_of_powers(values: Sequence[float]) -> list[str]:
-    """Each with its own unit: 100k, 1M, 10M."""
+    """Return labels with a suffix each: 100k, 1M, 10M."""
     labels = []
     for value in values:
         least, unit = next((each for each in _COUNTS if value >= each[0]), (1, ""))
@@ -269,11 +258,12 @@ def axis_of_powers(values: Sequence[float]) -> list[str]:
 
 
 def axis_of_shares(values: Sequence[float]) -> list[str]:
+    """Return labels in percent."""
     return [f"{100 * value:g}%" for value in values]
 
 
 def duration(seconds: float) -> str:
-    """Three digits, in a unit that a person would use."""
+    """Write seconds with three digits in a fitting unit."""
     if seconds <= 0:
         return "0"
     for size, unit in _CLOCK:
@@ -284,36 +274,39 @@ def duration(seconds: float) -> str:
 
 
 def rate(value: float) -> str:
-    """A number a second: three digits, and never a power of ten where people read it."""
+    """Write a rate with three digits; only very small ones have an exponent."""
     if value >= 100 or value == 0:
         return f"{value:,.0f}"
     return f"{value:.3g}" if value >= 0.001 else f"{value:.1e}"
 
 
 def share(value: float) -> str:
+    """Write a share in percent."""
     return f"{value:.1%}"
 
 
 def size(num_bytes: float) -> str:
+    """Write a size in bytes."""
     return format_bytes(round(num_bytes))
 
 
 def file_name(source: str) -> str:
-    """Without the folders or the address that it lies in."""
+    """Return the last part of a path or an address."""
     return source.rstrip("/").rsplit("/", 1)[-1] or source
 
 
 def count(number: float) -> str:
+    """Write a count with thousands separators."""
     return format_count(round(number))
 
 
 def times(ratio: float) -> str:
-    """How many times as much."""
+    """Write a ratio as a factor."""
     return f"{ratio:,.0f}\N{NO-BREAK SPACE}×" if ratio >= 100 else f"{ratio:.3g}\N{NO-BREAK SPACE}×"
 
 
 def short(text: str, longest: int) -> str:
-    """With an ellipsis where it is too long."""
+    """Cut a text to ``longest`` characters, with an ellipsis."""
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 

@@ -1,4 +1,4 @@
-"""How long requests waited and took, and what was done twice or not found on the way."""
+"""Make the sections on latencies, and on cache misses and repeated work."""
 
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
@@ -20,18 +20,18 @@ from quire.planner.report.content import (
 )
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 360, 12, 12, 46, 20
-_LABEL = 44  # that a name of a mark may be wide
+_LABEL = 44  # width of the name of a mark
 _METRICS = MappingProxyType(
     {
         "ttft_s": "Time to the first token (TTFT)",
         "tpot_s": "Time a token after that (TPOT)",
-        "e2e_s": "From its coming to its end (E2E)",
+        "e2e_s": "From arrival to end (E2E)",
         "queue_s": "In the queue",
     }
 )
 _DRAWN = ("ttft_s", "tpot_s", "e2e_s")
 _PERCENTILES = ("p50", "p90", "p99")
-# Why a prefix was not longer: ``PrefixHit.shortfall`` for people.
+# Words for the values of ``PrefixHit.shortfall``.
 _REASONS = MappingProxyType(
     {
         "unknown": "never seen, or evicted",
@@ -43,16 +43,17 @@ _NUM_SHADES = 5
 
 
 def latency_section(report: Report) -> Section:
+    """Make the section on latencies."""
     goals = {name: goal for name, goal in report.goals.items() if goal is not None}
     wanted = " and ".join(
         f"{name.removesuffix('_s').upper()} within {duration(goal)}" for name, goal in goals.items()
     )
-    text = ["Of requests that came to their end; percentiles are within half a percent."]
+    text = ["Latencies of requests that finished; percentiles are within half a percent."]
     if wanted:
-        text.append(f"Good requests are those with {wanted}.")
+        text.append(f"A good request has {wanted}.")
     return Section(
         name="latency",
-        title="How long it took",
+        title="Latencies",
         text=text,
         keys=(("p50", "median"), ("p90", "90th percentile"), ("p99", "99th percentile")),
         panels=[_panel(report, metric, goals.get(metric)) for metric in _DRAWN],
@@ -107,7 +108,7 @@ def _panel(report: Report, metric: str, goal_s: float | None) -> Panel:
         elif free_from <= at <= plot.x(marks[-1]) - 1.5 * _LABEL:
             anchor = "middle"
         else:
-            continue  # its name would lie on another one's
+            continue  # its name would cover another one
         free_from = at + (1.5 if mark == marks[0] else 1) * _LABEL
         plot.text(at, bottom + 18, _tick(mark), anchor=anchor, kind="tick")
     if goal_s is not None:
@@ -125,7 +126,7 @@ def _panel(report: Report, metric: str, goal_s: float | None) -> Panel:
 
 
 def _row(plot: Plot, number: int, name: str, color: str, row: dict[str, float]) -> None:
-    """A name above, the three points below it, the values of the first and last at the name."""
+    """Draw a variant's name and values, and its three percentiles below them."""
     top = _TOP + number * _ROW
     y = top + 31
     plot.text(_LEFT + 4, top + 16, short(name, 26), color=color)
@@ -146,7 +147,7 @@ def _row(plot: Plot, number: int, name: str, color: str, row: dict[str, float]) 
 
 
 def _marks(low: float, high: float) -> list[float]:
-    """Round values around ``low`` and ``high``: as fine as it takes to be a few."""
+    """Return a few round values around [low, high]."""
     powers = ticks_of_powers(low, high)
     if len(powers) > 7:
         return powers[:: -(-len(powers) // 7)] + powers[-1:]
@@ -160,7 +161,7 @@ def _marks(low: float, high: float) -> list[float]:
 
 
 def _tick(seconds: float) -> str:
-    """A round number of seconds, short."""
+    """Write a round number of seconds."""
     for least, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= 0.999 * least:
             return f"{seconds / least:,.6g} {unit}"
@@ -168,13 +169,13 @@ def _tick(seconds: float) -> str:
 
 
 def work_section(report: Report) -> Section:
-    """Prompt tokens found and not, and what was computed, moved or copied besides."""
+    """Make the section on cache hits and misses, preemptions, swapping and copies."""
     reasons = _reasons(report.variants)
     shades = {reason: f"m{number % _NUM_SHADES}" for number, reason in enumerate(reasons)}
     return Section(
         name="work",
-        title="What was found, and what was done twice",
-        text=["The bars are all prompt tokens that were looked up in the prefix cache."],
+        title="Cache hits, and repeated work",
+        text=["A bar is all prompt tokens that were looked up in the prefix cache."],
         keys=[("used", "found"), *((shades[each], _REASONS.get(each, each)) for each in reasons)],
         bars=[
             _bar(variant, color, shades)
@@ -192,7 +193,7 @@ def work_section(report: Report) -> Section:
 
 
 def _reasons(variants: Sequence[Variant]) -> list[str]:
-    """Those that there were, the commonest first."""
+    """Return the reasons of misses, the commonest first."""
     total: dict[str, int] = {}
     for variant in variants:
         for reason, number in variant.result.prefix_missed_tokens.items():

@@ -1,4 +1,4 @@
-"""Memory over time, a variant beside the other on one scale, and who ran and waited below it."""
+"""Make the sections on memory over time, and on what memory was used for."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,15 +24,13 @@ from quire.planner.simulation.timeline import FIGURES, TimelinePoint
 
 # -- series ----------------------------------------------------------------------------------------
 
-# A result's figures over time, in equal spans, of all its replicas together.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Means of equal spans from 0 on. Shapes: each of ``figures`` [N]."""
+    """A result's figures of all replicas together, as means of equal spans from 0 on."""
 
     span_s: float
-    figures: dict[str, list[float]]  # by the names of ``FIGURES``
+    figures: dict[str, list[float]]  # by the names of ``FIGURES``, a value per span
 
     @property
     def num_spans(self) -> int:
@@ -44,7 +42,7 @@ class Series:
 
     @property
     def empty_bytes(self) -> list[float]:
-        """Held, and no token's."""
+        """Return the bytes that are held and that no token uses."""
         return [
             max(0.0, committed - used - cached)
             for committed, used, cached in zip(
@@ -57,7 +55,7 @@ class Series:
 
 
 def series_of(result: SimulationResult, num_spans: int, *, duration_s: float) -> Series:
-    """Over ``duration_s``, which may be longer than the result's own; nothing is held then."""
+    """Compute a result's series over ``duration_s``, of which its end may be empty."""
     if duration_s <= 0:
         return Series(span_s=0.0, figures={name: [] for name in FIGURES})
     span_s = duration_s / num_spans
@@ -82,23 +80,23 @@ def _add(
                     figures[name][number] += mean * part
 
 
-# -- memory ----------------------------------------------------------------------------------------
+# -- memory over time ------------------------------------------------------------------------------
 
-
-_NUM_SPANS, _NUM_ROWS = 180, 24  # of the plots, and of the table behind them
+_NUM_SPANS, _NUM_ROWS = 180, 24  # points of a plot, and rows of its table per variant
 _WIDTH, _LEFT, _RIGHT = 360, 58, 10
-# How dark each part is, from the bottom up; the page's swatches and bars are the same.
+# Opacity of each part, as in page.css.
 USED, EMPTY, CACHED = 0.95, 0.24, 0.5
 _KEYS = (
-    ("used", "used: tokens that are still read"),
-    ("empty", "empty: held, and no token's"),
-    ("cached", "cached: of no sequence, kept for prompts that begin alike"),
+    ("used", "used: tokens that later ones still read"),
+    ("empty", "empty: held, without a token"),
+    ("cached", "cached: held by no sequence, kept for later prompts"),
     ("solid", "requests running"),
     ("dashed", "requests waiting"),
 )
 
 
 def memory_section(report: Report) -> Section:
+    """Make the section on memory over time."""
     duration_s = max((each.result.duration_s for each in report.variants), default=0.0)
     several = [
         series_of(variant.result, _NUM_SPANS, duration_s=duration_s) for variant in report.variants
@@ -106,8 +104,7 @@ def memory_section(report: Report) -> Section:
     title, name = "Memory over time", "memory"
     if duration_s <= 0:
         return Section(name=name, title=title, text=["No time has passed: nothing ran."])
-    memory = max(variant.result.memory_bytes * variant.result.num_replicas
-                 for variant in report.variants)  # fmt: skip
+    memory = max(variant.result.fleet_bytes for variant in report.variants)
     highest = max(max(each.figures["committed_bytes"]) for each in several)
     shows_memory = memory <= 1.6 * highest
     tops = ticks(memory if shows_memory else highest, num_steps=3, base=1024)
@@ -120,7 +117,7 @@ def memory_section(report: Report) -> Section:
         name=name,
         title=title,
         text=[
-            "What is committed, from the bottom up: used, empty, cached. All plots have one scale, "
+            "Committed memory, from the bottom up: used, empty, cached. All plots have one scale, "
             f"and each point is the mean of {duration(several[0].span_s)}."
         ],
         keys=_KEYS,
@@ -142,7 +139,7 @@ def _panel(
     *,
     shows_memory: bool,
 ) -> Panel:
-    memory = variant.result.memory_bytes * variant.result.num_replicas
+    memory = variant.result.fleet_bytes
     end_s, own_s = series.span_s * series.num_spans, variant.result.duration_s
     across = Scale(low=0, high=end_s, start=_LEFT, stop=_WIDTH - _RIGHT)
     upper = Plot(
@@ -186,7 +183,7 @@ def _panel(
 
 
 def _spans(series: Series, own_s: float, values: Sequence[float]) -> list[tuple[float, float]]:
-    """A point in the middle of each span up to ``own_s``, and the ends of the line."""
+    """Return a point in the middle of each span up to ``own_s``, and both ends of the line."""
     points = [
         (min(middle_s, own_s), value)
         for middle_s, value in zip(series.middles_s, values, strict=True)
@@ -236,30 +233,27 @@ def _rows(variants: Sequence[Variant], duration_s: float) -> Iterator[list[str]]
 
 # -- utilization -----------------------------------------------------------------------------------
 
-# What memory was used for, in the mean over time: a bar a variant, of all replicas together.
-
-
 _USES = (
     ("used", "used"),
     ("later", "empty, and filled later"),
     ("empty", "empty, and never filled (internal fragmentation)"),
     ("cached", "cached"),
-    ("pieces", "not committed, and in pieces too small for what waits (external fragmentation)"),
+    ("pieces", "not committed, in pieces too small for the next sequence (external fragmentation)"),
     ("free", "not committed"),
 )
 
 
 def utilization_section(report: Report) -> Section:
+    """Make the section on what memory was used for."""
     colors = report.colors()
     return Section(
         name="utilization",
         title="What memory was used for",
         text=[
-            "Means over time. Utilization is what is used of what sequences hold. What is only "
-            "cached does not count: it goes to a sequence that needs room. What is held and empty "
-            "is either filled later, before its sequence ends, or never. The paper of "
-            "PagedAttention (Kwon et al. 2023) measured 20 to 38 % where the maximum is reserved, "
-            "and 96 % in blocks."
+            "Means over time. Utilization is the used share of the memory that sequences hold. "
+            "Cached blocks do not count, since a sequence can take them. Empty memory is either "
+            "filled later, before its sequence ends, or never. The PagedAttention paper (Kwon et "
+            "al. 2023) measured 20 to 38 % where the maximum is reserved, and 96 % in blocks."
         ],
         keys=_USES,
         bars=[_bar(each, color) for each, color in zip(report.variants, colors, strict=True)],
@@ -268,7 +262,7 @@ def utilization_section(report: Report) -> Section:
             rows=[
                 [
                     variant.name,
-                    size(_memory(variant)),
+                    size(variant.result.fleet_bytes),
                     *(size(number) for _, _, number in _parts(variant)),
                     share(variant.result.utilization),
                 ]
@@ -279,11 +273,11 @@ def utilization_section(report: Report) -> Section:
 
 
 def _bar(variant: Variant, color: str) -> Bar:
-    memory = _memory(variant)
+    memory = variant.result.fleet_bytes
     return Bar(
         name=variant.name,
         color=color,
-        remark=f"{share(variant.result.utilization)} of what is held is used",
+        remark=f"utilization {share(variant.result.utilization)}",
         parts=[
             ReportPart(
                 kind=kind,
@@ -296,15 +290,11 @@ def _bar(variant: Variant, color: str) -> Bar:
     )
 
 
-def _memory(variant: Variant) -> int:
-    return variant.result.memory_bytes * variant.result.num_replicas
-
-
 def _parts(variant: Variant) -> list[tuple[str, str, float]]:
-    """They sum up to the memory."""
+    """Divide the memory into its uses, which sum to all of it."""
     result = variant.result
     empty = max(0.0, result.committed_bytes - result.used_bytes - result.cached_bytes)
-    free = max(0.0, _memory(variant) - result.committed_bytes)
+    free = max(0.0, result.fleet_bytes - result.committed_bytes)
     later, pieces = result.later_fraction or 0.0, result.pieces_fraction or 0.0
     numbers = (
         *(result.used_bytes, later * empty, (1 - later) * empty, result.cached_bytes),

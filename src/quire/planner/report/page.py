@@ -1,6 +1,6 @@
-"""Sections as one HTML file: no network, no fonts, and readable without a script.
+"""Render a report as one HTML file, which needs no network and is readable without its script.
 
-All text that comes from elsewhere is escaped here, and only here; what is drawn escapes its own.
+All texts are escaped here and only here, except those in plots, which ``figures`` escapes.
 """
 
 import json
@@ -38,17 +38,14 @@ from quire.planner.simulation.result import SimulationResult
 
 # -- the answer ------------------------------------------------------------------------------------
 
-# The answer in a few sentences, and all variants in one table.
-
-
 Figure: TypeAlias = Callable[[SimulationResult], float]
 
 
 def answers(report: Report) -> list[str]:
-    """Say which variant serves most, waits least and wastes least; of a single one, how it does."""
+    """Write sentences on which variant serves most, waits least and wastes least."""
     variants = [each for each in report.variants if each.result.num_requests]
     if not variants:
-        return ["No request came: there is nothing to say."]
+        return ["The trace has no requests."]
     if len(variants) == 1:
         return list(_of_one(variants[0]))
     return list(_of_several(report, variants))
@@ -57,7 +54,7 @@ def answers(report: Report) -> list[str]:
 def _of_one(variant: Variant) -> Iterator[str]:
     result = variant.result
     yield (
-        f"{count(_ended(result))} of {count(result.num_requests)} requests came to their end in "
+        f"{count(result.num_ended)} of {count(result.num_requests)} requests finished in "
         f"{duration(result.duration_s)}: {rate(result.requests_per_s)} requests and "
         f"{rate(result.output_tokens_per_s)} output tokens a second."
     )
@@ -76,9 +73,9 @@ def _of_several(report: Report, variants: Sequence[Variant]) -> Iterator[str]:
     asked = [*_QUESTIONS]
     if any(goal is not None for goal in report.goals.values()):
         asked.insert(0, _GOOD)
-    served = [each for each in variants if _ended(each.result)]
-    if idle := [each.name for each in variants if not _ended(each.result)]:
-        yield f"No request came to its end with {_listed(idle)}."
+    served = [each for each in variants if each.result.num_ended]
+    if idle := [each.name for each in variants if not each.result.num_ended]:
+        yield f"No request finished with {_listed(idle)}."
     if len(served) == 1:
         yield f"With {served[0].name}:"
         yield from _of_one(served[0])
@@ -89,13 +86,13 @@ def _of_several(report: Report, variants: Sequence[Variant]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """Which variant has most of a figure, or least, and how that is said."""
+    """A figure to compare variants by, and the words for the result."""
 
     figure: Figure
     write: Callable[[float], str]
-    one: str  # what the best one does
-    several: str  # … if they are several
-    alike: str  # what all do, if they are alike
+    one: str  # verb phrase for one best variant
+    several: str  # verb phrase for several
+    alike: str  # verb phrase if all are equal
     least: bool = False
     has_ratio: bool = True
 
@@ -135,7 +132,7 @@ _QUESTIONS = (
 
 
 def _compared(variants: Sequence[Variant], question: _Question, all_of: str) -> str:
-    """The best, with all that look the same, and the worst."""
+    """Compare the best variants with the worst ones."""
     figures = [question.figure(each.result) for each in variants]
     write = question.write
     low, high = min(figures), max(figures)
@@ -158,29 +155,25 @@ def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _ended(result: SimulationResult) -> int:
-    return result.num_finished.get("length", 0) + result.num_finished.get("stop", 0)
-
-
 def _latency(metric: str, part: str) -> Callable[[SimulationResult], str]:
-    return lambda r: duration(r.latencies[metric][part]) if _ended(r) else "–"
+    return lambda r: duration(r.latencies[metric][part]) if r.num_ended else "–"
 
 
 def comparison(report: Report) -> ReportTable:
-    """A row a figure, a column a variant."""
+    """Make a table with a row per figure and a column per variant."""
     rows: list[tuple[str, Callable[[SimulationResult], str]]] = [
         ("requests", lambda r: count(r.num_requests)),
-        ("… that came to their end", lambda r: count(_ended(r))),
+        ("… finished", lambda r: count(r.num_ended)),
         ("… too long for model or memory", lambda r: count(r.num_refused)),
         ("requests/s", lambda r: rate(r.requests_per_s)),
         ("output tokens/s", lambda r: rate(r.output_tokens_per_s)),
-        ("memory", lambda r: size(r.memory_bytes * r.num_replicas)),
+        ("memory", lambda r: size(r.fleet_bytes)),
         ("… committed, mean", lambda r: size(r.committed_bytes)),
         ("… used, mean", lambda r: size(r.used_bytes)),
         ("utilization", lambda r: share(r.utilization) if r.committed_bytes else "–"),
         ("running, mean", lambda r: f"{r.num_running:,.1f}"),
         ("waiting, mean", lambda r: f"{r.num_waiting:,.1f}"),
-        ("prompt tokens found", lambda r: share(r.hit_rate)),
+        ("prompt tokens cached", lambda r: share(r.hit_rate)),
         ("preemptions", lambda r: count(r.num_preemptions)),
         ("TTFT, median", _latency("ttft_s", "p50")),
         ("TTFT, 99th percentile", _latency("ttft_s", "p99")),
@@ -199,16 +192,14 @@ def comparison(report: Report) -> ReportTable:
 
 # -- bytes against tokens --------------------------------------------------------------------------
 
-# Bytes held against tokens generated: one sequence, and a batch of the trace's own requests.
-
-
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 360, 260, 58, 76
 _NUM_ROWS = 12
 
 
 def generated_section(report: Report) -> Section | None:
+    """Make the section on bytes held against tokens generated."""
     groups = [
-        ("One sequence that goes on to the longest", report.one),
+        ("One sequence up to the full context", report.one),
         (f"The trace's first {report.num_batch:,} requests, all at once", report.batch),
     ]
     shown = [(title, held) for title, held in groups if held]
@@ -218,8 +209,8 @@ def generated_section(report: Report) -> Section | None:
         name="generated",
         title="Bytes held against tokens generated",
         text=[
-            "Computed by each strategy's accounting, with memory enough for all. What lies between "
-            "a line and the grey area is held and empty.",
+            "Counted by each strategy's accounting, with enough memory for all sequences. The gap "
+            "between a line and the grey area is held and empty.",
         ],
         keys=(("needed", "the tokens' own bytes"),),
         panels=[_held_panel(title, held) for title, held in shown],
@@ -247,9 +238,9 @@ def _held_panel(title: str, several: Sequence[Held]) -> Panel:
     plot.area(needed, [(x, 0) for x, _ in needed], "var(--ink)", opacity=0.16)
     for each in several:
         points = list(zip(each.num_tokens, each.committed_bytes, strict=True))
-        # What lies on another's line is dashed, so that both are seen.
+        # Dashes show both of two lines that coincide.
         plot.line(points, strategy_color(each.strategy), dashes=_dashes(each, several))
-    # Where lines end together, at nothing, they are told apart where they are highest.
+    # Lines that all end at one value are labelled at their peaks.
     tails = [each.committed_bytes[-1] for each in several]
     places = tails if len(set(tails)) > 1 else [max(each.committed_bytes) for each in several]
     labels = spread([plot.y(place) for place in places], 15, _HEIGHT - 48)
@@ -306,7 +297,7 @@ def _rows(title: str, several: Sequence[Held]) -> list[list[str]]:
 
 
 def render(report: Report) -> str:
-    """The whole file."""
+    """Return the page as an HTML file."""
     sections = [
         memory_section(report),
         utilization_section(report),

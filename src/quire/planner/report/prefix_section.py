@@ -1,6 +1,7 @@
-"""Hit rate against the size of the cache: with the optimum above it, and no end of memory."""
+"""Make the section on hit rates by cache size, with the optimum and an infinite cache."""
 
 from collections.abc import Sequence
+from itertools import chain
 from types import MappingProxyType
 
 from quire.figures import Plot, Scale, spread, ticks, ticks_of_powers
@@ -23,48 +24,35 @@ from quire.planner.report.content import (
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 360, 280, 44, 92
 _BOTTOM, _TOP = _HEIGHT - 48, 14
-# The policy that serves stands out; those around it are ink.
+# The default policy stands out; the others are grey.
 _LOOKS = MappingProxyType({DEFAULT_POLICY: ("var(--v2)", ""), "optimum": ("var(--ink)", "5 3")})
 
 
 def prefix_section(report: Report) -> Section | None:
+    """Make the section, or None if no trace has hash ids."""
     if not report.hit_rates:
         return None
-    rows = []
-    for source, rates in report.hit_rates:
-        for policy, several in rates.by_policy.items():
-            for each in several:
-                rows.append(
-                    [
-                        source,
-                        policy,
-                        count(each.cache_tokens),
-                        share(each.hit_fraction),
-                        share(each.cold_tokens / each.prompt_tokens),
-                        share(each.evicted_tokens / each.prompt_tokens),
-                        share(each.partial_tokens / each.prompt_tokens),
-                    ]
-                )
-        endless = rates.infinite
-        rows.append(
-            [
-                source,
-                "infinite",
-                count(endless.cache_tokens),
-                share(endless.hit_fraction),
-                share(endless.cold_tokens / endless.prompt_tokens),
-                share(endless.evicted_tokens / endless.prompt_tokens),
-                share(endless.partial_tokens / endless.prompt_tokens),
-            ]
-        )
+    rows = [
+        [
+            source,
+            each.policy,
+            count(each.cache_tokens),
+            share(each.hit_fraction),
+            share(each.cold_tokens / each.prompt_tokens),
+            share(each.evicted_tokens / each.prompt_tokens),
+            share(each.partial_tokens / each.prompt_tokens),
+        ]
+        for source, rates in report.hit_rates
+        for each in (*chain.from_iterable(rates.by_policy.values()), rates.infinite)
+    ]
     return Section(
         name="prefixes",
-        title="What a prefix cache of any size would find",
+        title="Hit rate of a prefix cache, by its size",
         text=[
-            f"The share of all prompt tokens. {DEFAULT_POLICY} is what evicts by default; lru "
-            "evicts what was used longest ago; the optimum knows the future. Here a request "
-            "takes no time and only prompts are kept, so that an engine finds a little less of "
-            "prompts that come together, and more of answers that are sent again.",
+            f"The share of all prompt tokens. {DEFAULT_POLICY} is the default policy; lru evicts "
+            "the least recently used block; the optimum knows the future. A request takes no time "
+            "here and only prompts are cached. So an engine hits a little less of prompts that "
+            "arrive together, and more of answers that are sent again.",
         ],
         panels=[_panel(source, rates, report) for source, rates in report.hit_rates],
         table=ReportTable(
@@ -92,12 +80,12 @@ def _panel(source: str, rates: HitRates, report: Report) -> Panel:
     plot.line([(low, best), (high, best)], "var(--muted)", dashes="2 4")
     drawn: list[list[tuple[int, float]]] = []
     names, tails = [("infinite", "var(--muted)")], [best]
-    # Where lines end together, their labels are in the order of the lines.
+    # Labels of lines with the same end are in the order of the lines.
     by_height = sorted(rates.by_policy.items(), key=lambda item: -_height(item[1]))
     for policy, several in by_height:
         color, dashes = _LOOKS.get(policy, ("var(--muted)", ""))
         points = [(each.cache_tokens, each.hit_fraction) for each in several]
-        if points in drawn:  # both are to be seen
+        if points in drawn:  # dashes show both lines
             dashes = "4 5"
         drawn.append(points)
         plot.line(points, color, dashes=dashes)
@@ -121,7 +109,7 @@ def _height(several: Sequence[HitRate]) -> float:
 
 
 def _marks(low: float, high: float) -> list[float]:
-    """Powers of ten; where there are few, twos and fives too."""
+    """Return powers of ten; if they are few, with twos and fives."""
     powers = ticks_of_powers(low, high)
     for parts in ((1,), (1, 2, 5)):
         marks = [part * power for power in powers for part in parts if low <= part * power <= high]
@@ -131,7 +119,7 @@ def _marks(low: float, high: float) -> list[float]:
 
 
 def _memories(plot: Plot, report: Report, low: float, high: float) -> None:
-    """Where the simulated memories are, in tokens; of those that differ."""
+    """Mark the sizes of the simulated memories, in tokens."""
     if not report.bytes_per_token:
         return
     known = dict.fromkeys(variant.result.memory_bytes for variant in report.variants)

@@ -1,6 +1,6 @@
-"""How long a step takes: a few coefficients, fitted on a machine, or a roofline of a named device.
+"""Estimate how long a step takes: with coefficients fitted on a machine, or a device's roofline.
 
-Both answer for any ``StepWork``. What a cost model leaves out (contention, clocks that change, a
+Both take any ``StepWork``. What a cost model leaves out (contention, changing clock rates, a
 network between ranks) it leaves out of every strategy alike.
 """
 
@@ -21,24 +21,22 @@ from quire.spec import ChunkedAttention, Group, KeptWhole, SlidingWindow
 
 # -- the work of a step ----------------------------------------------------------------------------
 
-# What a step computes and moves, in counts: the question that a cost model answers in seconds.
-
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Of one forward pass. All are counts; what is read and attended is a mean over the layers."""
+    """Counts of what one forward pass computes and reads; those of attention are layer means."""
 
     num_tokens: int
     num_sequences: int
-    num_sampled: int  # sequences whose next token is drawn
+    num_sampled: int  # sequences whose next token is sampled
     num_read: float  # entries of keys and values that attention reads
-    num_attended: float  # pairs of a token and an entry that it reads
+    num_attended: float  # pairs of a token and an entry that it attends to
     num_prompts: int = 0  # chunks of several tokens
 
 
 @final
 class Reach:
-    """How many entries attention reads, in the mean over a model's layers by their bytes."""
+    """Counts the entries that attention reads, as a mean over layers weighted by their bytes."""
 
     def __init__(self, groups: Iterable[Group]) -> None:
         sizes: dict[int | None, int] = {}
@@ -59,6 +57,7 @@ class Reach:
         self.is_full = not self._windows
 
     def of(self, plan: StepPlan) -> StepWork:
+        """Count the work of a planned step."""
         read = attended = 0.0
         num_tokens = num_prompts = 0
         for chunk in plan.chunks:
@@ -83,38 +82,42 @@ class Reach:
 # -- costs -----------------------------------------------------------------------------------------
 
 
-# Where the time of a token changes: until here the weights are read once for all of them anyway.
+# Sizes of a step at which the time per token changes. A step reads the weights once for all tokens.
 FEW_TOKENS, SOME_TOKENS = 8, 64
-# Up to here the engine plays a recorded pass; beyond it runs the model's own Python.
+# Up to this size the engine plays a recorded pass; a larger one runs the model's own Python.
 RECORDED_TOKENS = 128
 
 
 class StepCosts(Protocol):
-    """Seconds of virtual time."""
+    """A cost model, in seconds of virtual time."""
 
     @property
     def copy_s(self) -> float:
-        """Of moving entries into another buffer (growing, a copied block): for each layer …"""
+        """Return the seconds per layer of a copy of entries (growing, a copied block)."""
         ...
 
     @property
     def copy_s_per_byte(self) -> float:
-        """… and for what is moved."""
+        """Return the seconds per byte of a copy."""
         ...
 
     @property
-    def save_s_per_byte(self) -> float: ...
+    def save_s_per_byte(self) -> float:
+        """Return the seconds per byte of swapping out."""
+        ...
 
     @property
-    def load_s_per_byte(self) -> float: ...
+    def load_s_per_byte(self) -> float:
+        """Return the seconds per byte of swapping in."""
+        ...
 
     def seconds(self, work: StepWork) -> float:
-        """Of a step that does this work, sampling and the engine's own time included."""
+        """Return the seconds of a step, with sampling and the engine's own time."""
         ...
 
 
 def features(work: StepWork) -> tuple[float, ...]:
-    """What a fitted step's time is a sum of, in the order of ``COEFFICIENTS``."""
+    """Return the factors of a step's coefficients, in the order of ``COEFFICIENTS``."""
     tokens = work.num_tokens
     return (
         1.0,
@@ -134,20 +137,20 @@ def features(work: StepWork) -> tuple[float, ...]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedCosts:
-    """A sum of what was measured; ``quire bench --calibrate`` makes it."""
+    """A linear model of measured steps, which ``quire bench --calibrate`` fits."""
 
     step_s: float = 0.0
-    long_step_s: float = 0.0  # more, of one beyond RECORDED_TOKENS
+    long_step_s: float = 0.0  # extra for a step of more than RECORDED_TOKENS
     sequence_s: float = 0.0
     sample_s: float = 0.0
     prompt_s: float = 0.0  # a chunk of several tokens
     token_s: float = 0.0  # of the first FEW_TOKENS of a step
-    next_token_s: float = 0.0  # … of those up to SOME_TOKENS
-    further_token_s: float = 0.0  # … up to RECORDED_TOKENS
-    long_token_s: float = 0.0  # … of the rest
-    read_s: float = 0.0  # an entry that attention reads
-    attended_s: float = 0.0  # a pair
-    copy_s: float = 0.0  # a copy in one layer
+    next_token_s: float = 0.0  # of those up to SOME_TOKENS
+    further_token_s: float = 0.0  # of those up to RECORDED_TOKENS
+    long_token_s: float = 0.0  # of all others
+    read_s: float = 0.0  # per entry that attention reads
+    attended_s: float = 0.0  # per pair of a token and an entry
+    copy_s: float = 0.0  # per layer of a copy
     copy_s_per_byte: float = 0.0
     save_s_per_byte: float = 0.0
     load_s_per_byte: float = 0.0
@@ -171,7 +174,7 @@ class FittedCosts:
         )
 
     def write(self, path: Path) -> None:
-        """As JSON. Raises: ConfigError."""
+        """Write the coefficients as JSON. Raises: ConfigError."""
         said = {each.name: getattr(self, each.name) for each in fields(self)}
         text = json.dumps(said | {"about": dict(self.about)}, indent=1)
         try:
@@ -181,7 +184,7 @@ class FittedCosts:
 
     @classmethod
     def read(cls, path: Path) -> "FittedCosts":
-        """Raises: ConfigError for what no calibration has written."""
+        """Read a file that ``write`` has written. Raises: ConfigError for any other."""
         try:
             given = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -189,7 +192,7 @@ class FittedCosts:
         known = {each.name for each in fields(cls)}
         if not isinstance(given, dict) or set(given) != known:
             raise ConfigError(
-                f"--calibration {path} is none: make one with quire bench --calibrate {path}"
+                f"--calibration {path} is no calibration: quire bench --calibrate {path} makes one"
             )
         numbers = {name: value for name, value in given.items() if name != "about"}
         for name, value in numbers.items():
@@ -198,7 +201,7 @@ class FittedCosts:
         return cls(**numbers, about=MappingProxyType(dict(given["about"])))
 
 
-# Of ``features``, in order.
+# The order of ``features``.
 COEFFICIENTS = (
     *("step_s", "long_step_s", "sequence_s", "sample_s", "prompt_s"),
     *("token_s", "next_token_s", "further_token_s", "long_token_s", "read_s", "attended_s"),
@@ -208,19 +211,19 @@ COEFFICIENTS = (
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineCosts:
-    """The longer of two times, computing and reading, and a constant for the engine's own.
+    """The longer of two times, for computing and for reading, plus a constant for the engine.
 
-    Nothing is measured here: it says what a device could do at the shares of its peaks that are
-    given, and which strategy is better there rather than how fast it is.
+    It is no measurement: it tells what a device could do at given shares of its peaks, and so which
+    strategy is better there rather than how fast it is.
     """
 
-    flops_per_s: float  # that are reached
-    bytes_per_s: float  # … of the device's memory
-    host_bytes_per_s: float  # … between it and the host
-    step_s: float  # the engine's own, and launching kernels
-    weights_bytes: int  # read in every step
+    flops_per_s: float  # that serving reaches
+    bytes_per_s: float  # of the device's memory
+    host_bytes_per_s: float  # between the device and the host
+    step_s: float  # the engine's own time, with kernel launches
+    weights_bytes: int  # that each step reads
     flops_per_token: float  # of the linear layers
-    flops_per_pair: float  # of attention
+    flops_per_pair: float  # of attention, per token and entry
     entry_bytes: int  # of a token's keys and values in all layers
 
     def seconds(self, work: StepWork) -> float:
@@ -234,7 +237,7 @@ class RooflineCosts:
 
     @property
     def copy_s_per_byte(self) -> float:
-        return 2 / self.bytes_per_s  # read and written
+        return 2 / self.bytes_per_s  # a copy reads and writes
 
     @property
     def save_s_per_byte(self) -> float:
@@ -245,41 +248,41 @@ class RooflineCosts:
         return 1 / self.host_bytes_per_s
 
 
-# -- least squares ---------------------------------------------------------------------------------
-
-# From measured steps to a cost model: least differences with no coefficient below zero.
-#
-# Of steps that are alike the median counts, so that what disturbed some of them does not. Errors
-# count in proportion to a step's time, so that short steps are as right as long ones.
-
+# -- the fit ---------------------------------------------------------------------------------------
 
 Array = npt.NDArray[np.float64]
 
 _ROUNDS = 12
-_NEAR = 0.1  # errors that count squared; what is farther off counts less
-_MOST_COUNTED = 8  # steps of a kind
-_ALIKE = 4.0  # classes of contexts for each doubling of their length
+_NEAR = 0.1  # relative errors up to here count squared, larger ones less
+_MOST_COUNTED = 8  # most steps of a kind that add to its weight
+_ALIKE = 4.0  # classes of context lengths per doubling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Coefficients, and how far measured steps are from them."""
+    """A fitted cost model, and its errors."""
 
     costs: FittedCosts
     num_steps: int
-    num_kinds: int  # of steps that are alike
-    median_error: float  # of a kind's time, as a share of it
+    num_kinds: int  # of similar steps
+    median_error: float  # of a kind's time, relative
     p90_error: float
-    total_error: float  # of all kinds together: below zero, the model is too quick
-    spread: float  # of steps that are alike: half of them are within it, as a share
+    total_error: float  # of all kinds together; below 0 the model is too fast
+    spread: float  # half of the steps of a kind are within this share of its median
 
 
 def fit(measured: Sequence[tuple[StepWork, float]]) -> Fit:
-    """Raises: RequestError for fewer steps than coefficients."""
+    """Fit a cost model to steps and their seconds, by least squares without negative coefficients.
+
+    The median of similar steps counts, so that a disturbed step does not. Errors count relative to
+    a step's time, so that short steps fit as well as long ones.
+
+    Raises: RequestError for too few steps.
+    """
     if len(measured) < 2 * len(COEFFICIENTS):
         raise RequestError(
-            f"{len(measured)} steps are too few to fit {len(COEFFICIENTS)} coefficients: make the "
-            f"KV memory larger, so that the grid of steps fits in"
+            f"{len(measured)} steps are too few to fit {len(COEFFICIENTS)} coefficients: raise "
+            "--kv-cache-memory-bytes, so that larger steps fit"
         )
     kinds: dict[tuple[int, ...], list[tuple[StepWork, float]]] = {}
     for work, seconds in measured:
@@ -291,8 +294,8 @@ def fit(measured: Sequence[tuple[StepWork, float]]) -> Fit:
     counts = np.minimum([len(alike) for alike in kinds.values()], _MOST_COUNTED)
     solution = _solve(rows, medians, medians)
     for _ in range(_ROUNDS):
-        # Against what it should be, not what it was: else steps that were quick would count most.
-        # And not squared: what is far off was something else, as a kernel that was compiled.
+        # Errors are relative to the fitted time, since fast outliers would else count most. Large
+        # errors do not count squared: they have another cause, such as the compilation of a kernel.
         fitted = rows @ solution
         far = np.maximum(np.abs(medians / fitted - 1), _NEAR)
         solution = _solve(rows, medians, fitted * np.sqrt(far / counts))
@@ -327,7 +330,7 @@ def _solve(rows: Array, seconds: Array, weights: Array) -> Array:
 
 
 def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
-    """x ≥ 0 with the least |matrix·x − target|.
+    """Find x ≥ 0 with the least |matrix·x − target|. Shapes: matrix [N, K], target [N], x [K].
 
     Source: Lawson and Hanson, Solving Least Squares Problems, algorithm NNLS.
     """
@@ -346,7 +349,7 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
             if not falling.any():
                 solution = trial
                 break
-            # Go towards it until the first one is zero, and leave that one there.
+            # Move towards the trial until the first coefficient is zero, and fix that one.
             steps = solution[falling] / (solution[falling] - trial[falling])
             solution = solution + min(1.0, float(steps.min())) * (trial - solution)
             passive &= solution > 1e-12

@@ -1,4 +1,4 @@
-"""One engine of a simulated fleet: requests come at their times, and it steps until a moment."""
+"""Simulate one engine of a fleet: requests arrive at their times, and it steps up to a moment."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -27,28 +27,22 @@ from quire.planner.simulation.waste import Waste
 from quire.sampling_params import SamplingParams
 from quire.traces import TraceRequest
 
-# -- replica ---------------------------------------------------------------------------------------
-
-
-# -- several steps at once -------------------------------------------------------------------------
-
-# Several steps of decoding at once, where they can only be alike: what makes a simulation fast.
-#
-# While no request comes and no sequence still computes its prompt, a step gives each running
-# sequence a token, and the scheduler decides nothing. As long as there is room for all of them and
-# a token changes nothing but counts and new room (``Accounting.steady_tokens``), it makes no
-# difference whether the cache hears of every step or of all of them together. The clock goes on
-# step by step, up to the one in which the first sequence ends.
-#
-# Taken one by one, the same steps give the same figures; tests take both ways.
-
+# -- strides ---------------------------------------------------------------------------------------
 
 MOST_STEPS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Stride:
-    """The moments at which its steps end, and the sequences that decode."""
+    """Several decoding steps that are taken at once, which makes a simulation fast.
+
+    While no request arrives and no sequence computes its prompt, a step gives each running sequence
+    a token, and the scheduler decides nothing. As long as all tokens have room and change only
+    counts (``Accounting.steady_tokens``), the cache may hear of all steps at once. The clock still
+    advances step by step, up to the step in which the first sequence ends.
+
+    The same steps taken one by one give the same figures; tests compare both.
+    """
 
     moments_s: list[float]
     sequences: list[Sequence]
@@ -61,9 +55,9 @@ def find_stride(
     now_s: float,
     until_s: float,
 ) -> Stride | None:
-    """The steps that begin before ``until_s`` and can only be alike, if there are any."""
+    """Find steps that begin before ``until_s`` and that a stride may take, if there are any."""
     if scheduler.num_waiting and scheduler.num_running < scheduler.limits.max_num_seqs:
-        return None  # a sequence may come into the next step
+        return None  # the next step may admit a sequence
     sequences = scheduler.decoding
     if not sequences or not _decides_nothing(scheduler, sequences):
         return None
@@ -74,7 +68,7 @@ def find_stride(
 
 
 def take_stride(scheduler: Scheduler, accounting: Accounting, stride: Stride) -> list[Sequence]:
-    """Carry it out; the caller's clock goes to the last of its moments. Returns: what has ended."""
+    """Carry out a stride; the caller sets its clock. Returns: the sequences that have ended."""
     count, sequences = len(stride.moments_s), stride.sequences
     seq_ids = [s.seq_id for s in sequences]
     ends = [len(s.token_ids) + count - 1 for s in sequences]
@@ -104,7 +98,7 @@ def _decides_nothing(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
     if len(sequences) > limits.max_num_batched_tokens:
         return False
     if scheduler.num_waiting:
-        # They wait for a seat, as has been seen, and no sequence will be displaced for one.
+        # Here they wait for a seat; make sure that none of them would preempt a running sequence.
         grade = POLICIES[limits.policy].grade
         same = len({grade(s) for s in sequences}) == 1 and limits.policy != "priority"
         if not same:
@@ -116,28 +110,28 @@ def _decides_nothing(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
 
 
 def _last(scheduler: Scheduler, sequence: Sequence) -> int:
-    """Tokens that it has when it ends."""
+    """Return the tokens that a sequence has at its end."""
     request = sequence.request
     most = len(request.prompt_token_ids) + request.params.max_tokens
     return min(most, scheduler.limits.max_model_len)
 
 
 def _most_steps(scheduler: Scheduler, accounting: Accounting, sequences: list[Sequence]) -> int:
-    """Up to the first end, as long as all sequences stay steady and there is room."""
+    """Count the steps up to the first end for which all sequences are steady and have room."""
     lengths, most, count = list[int](), list[int](), MOST_STEPS
     for s in sequences:
         num_tokens, num_prompt_tokens = len(s.token_ids), len(s.request.prompt_token_ids)
         last = _last(scheduler, s)
         steady = accounting.steady_tokens(s.seq_id) + 1
         count = min(count, last - num_tokens, steady - num_tokens)
-        # The last token of a prompt is computed by itself where all others were found.
+        # A prompt of which the cache had all but the last token still computes that token.
         if count < 1 or num_tokens == num_prompt_tokens:
             return 0
         lengths.append(num_tokens)
         most.append(last)
     free_bytes = accounting.ceiling.now_bytes - accounting.held_bytes
     at, ends = np.array(lengths, np.int64), np.array(most, np.int64)
-    # Each has room for one token less than it has.
+    # Each sequence has room for all of its tokens but the last.
     held_bytes = int(accounting.bytes_alone(at - 1, ends).sum())
     while count:
         then = accounting.bytes_alone(at + (count - 1), ends)
@@ -150,7 +144,7 @@ def _most_steps(scheduler: Scheduler, accounting: Accounting, sequences: list[Se
 def _moments(
     sequences: list[Sequence], costs: StepCosts, now_s: float, until_s: float, count: int
 ) -> list[float]:
-    """When the steps end that begin before ``until_s``."""
+    """Return the moments at which the steps end that begin before ``until_s``."""
     number = len(sequences)
     context = sum(len(s.token_ids) for s in sequences)
     seconds: Callable[[StepWork], float] = costs.seconds
@@ -158,7 +152,7 @@ def _moments(
     for _ in range(count):
         if now_s >= until_s:
             break
-        # Each token reads all before it, and itself.
+        # Each token reads all tokens before it, and itself.
         now_s += seconds(StepWork(number, number, number, float(context), float(context)))
         moments_s.append(now_s)
         context += number
@@ -166,7 +160,7 @@ def _moments(
 
 
 def _note(scheduler: Scheduler, stride: Stride) -> None:
-    """What the engine's own steps would have noted."""
+    """Add to the scheduler's statistics what single steps would have added."""
     statistics, number = scheduler.statistics, len(stride.sequences)
     last_s = statistics.now_s
     for now_s in stride.moments_s:
@@ -186,11 +180,11 @@ _PROBE = -1  # sequences count from 0
 
 @final
 class Replica:
-    """``ended`` hears of each sequence that has; ``by_steps`` takes none of them together;
-    ``waste`` is told which come and end, and looks now and then.
+    """An engine on a virtual clock, with the requests that have arrived at it.
 
-    ``now_s`` is where its clock is. What happens at one moment happens in this order: a step ends,
-    requests come, the next step begins.
+    ``ended`` receives each sequence that has ended. ``by_steps`` turns strides off. ``waste``
+    samples fragmentation. At one moment a step ends first, then requests arrive, then the next step
+    begins.
     """
 
     def __init__(
@@ -213,9 +207,9 @@ class Replica:
         self._ended, self._by_steps, self.waste = ended, by_steps, waste
         self._may_stride = Reach(cache.accounting.groups).is_full
         self._coming: deque[tuple[TraceRequest, int]] = deque()
-        self._params: dict[int, SamplingParams] = {}  # by their one number: to check takes time
-        # Only the first requests can come into a step; the others wait as what they are in a
-        # trace, which takes no room. Where requests may overtake, all must be known.
+        self._params: dict[int, SamplingParams] = {}  # by max_tokens, since their checks take time
+        # FCFS admits only the first requests, so the others wait outside the scheduler, in the
+        # small form that they have in a trace. Other policies must see all requests.
         limits = self.scheduler.limits
         self._most_known = limits.max_num_seqs + 1 if limits.policy == "fcfs" else 2**62
 
@@ -233,11 +227,11 @@ class Replica:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that run or wait."""
+        """Return the number of requests that run or wait."""
         return self.scheduler.num_running + self.scheduler.num_waiting + len(self._coming)
 
     def add(self, request: TraceRequest, number: int) -> None:
-        """The ``number``-th request of the trace has come, at the latest now."""
+        """Add the ``number``-th request of the trace, which has arrived by now."""
         if self.is_idle and request.at_s > self.now_s:
             self.timeline.jump(request.at_s)
             self._clock.wait_until(request.at_s)
@@ -246,7 +240,7 @@ class Replica:
         self._coming.append((request, number))
 
     def num_cached_tokens(self, request: TraceRequest, number: int) -> int:
-        """What it would find computed here."""
+        """Return how many tokens of its prompt the prefix cache has."""
         token_ids = prompt_of(request, number, longest=self.scheduler.limits.max_model_len)
         self.accounting.add(_PROBE)
         hit = self.accounting.match_prefix(_PROBE, np.array(token_ids, np.int32))
@@ -254,7 +248,7 @@ class Replica:
         return hit.num_tokens
 
     def run_until(self, moment_s: float) -> None:
-        """Every step that begins before that moment."""
+        """Take all steps that begin before a moment, in seconds."""
         while self.now_s < moment_s and not self.is_idle:
             self._let_in()
             if not self.scheduler.has_unfinished:
@@ -264,7 +258,7 @@ class Replica:
             self._note()
 
     def step(self) -> None:
-        """One step, with the requests that have come; nothing where none has."""
+        """Take one step with the requests that have arrived, if any."""
         self._let_in()
         self._step()
 
@@ -291,7 +285,7 @@ class Replica:
         )
 
     def _stride(self, moment_s: float) -> bool:
-        """Several steps that are alike, if there are some."""
+        """Take a stride if there is one. Returns: whether there was."""
         if not self._may_stride:
             return False
         stride = find_stride(self.scheduler, self.accounting, self._costs, self.now_s, moment_s)
@@ -303,7 +297,7 @@ class Replica:
             return True
         self._clock.wait_until(stride.moments_s[-1])
         for sequence in take_stride(self.scheduler, self.accounting, stride):
-            self.engine.finish(sequence, "length")  # what belongs to it besides its room
+            self.engine.finish(sequence, "length")  # frees what the engine keeps besides its blocks
             self._end(sequence)
         self.cache.carry_out()
         self.num_steps += len(stride.moments_s)
@@ -338,9 +332,6 @@ class Replica:
 
 # -- routing ---------------------------------------------------------------------------------------
 
-# Which replica of a fleet a request goes to.
-
-
 # Defaults of SGLang's gateway (docs/getting-started/load-balancing.md, cache_aware).
 MATCH_FRACTION = 0.3
 IMBALANCE_REQUESTS = 64
@@ -348,31 +339,31 @@ IMBALANCE_RATIO = 1.5
 
 
 class Route(Protocol):
-    """Chooses by what is known when a request comes: the replicas' queues and caches."""
+    """Chooses the replica of a request from the replicas' queues and caches at its arrival."""
 
     def __call__(self, replicas: Several[Replica], request: TraceRequest, number: int) -> int: ...
 
 
 def round_robin(replicas: Several[Replica], request: TraceRequest, number: int) -> int:
-    """One after the other."""
+    """Take one replica after the other."""
     return number % len(replicas)
 
 
 def least_loaded(replicas: Several[Replica], request: TraceRequest, number: int) -> int:
-    """Where the fewest requests are under way; the first of equals."""
+    """Take the replica with the fewest unfinished requests, the first of equals."""
     loads = [replica.num_unfinished for replica in replicas]
     return loads.index(min(loads))
 
 
 def prefix_aware(replicas: Several[Replica], request: TraceRequest, number: int) -> int:
-    """Where most of its prompt is computed, unless that one has far more to do than others.
+    """Take the replica whose cache has most of the prompt, unless it is far busier than others.
 
-    Loads come first: where they differ by more than ``IMBALANCE_REQUESTS`` and by more than
-    ``IMBALANCE_RATIO`` the least loaded one takes it. Else the longest match does, if it is more
-    than ``MATCH_FRACTION`` of the prompt; of equals the least loaded. Else the least loaded one.
+    If loads differ by more than ``IMBALANCE_REQUESTS`` and ``IMBALANCE_RATIO``, the least loaded
+    replica gets the request. Else the one with the longest match does, if the match is more than
+    ``MATCH_FRACTION`` of the prompt (of equals the least loaded). Else the least loaded one.
 
-    Source: the two tiers of SGLang's cache_aware policy. That one guesses what a replica holds from
-    what it was sent, or hears of it; here the cache itself is asked.
+    Source: the two tiers of SGLang's cache_aware policy, which infers a replica's cache from the
+    requests that it was sent; here the policy asks the cache itself.
     """
     loads = [replica.num_unfinished for replica in replicas]
     least, most = min(loads), max(loads)

@@ -1,4 +1,4 @@
-"""What a simulation found: plain data, for a table, a report or another program."""
+"""Hold what a simulation found: plain data for a table, a report or another program."""
 
 from dataclasses import asdict, dataclass
 from math import ceil, exp, log
@@ -8,28 +8,26 @@ from quire.engine.sequence import Sequence
 from quire.engine.statistics import Latencies
 from quire.planner.simulation.timeline import FIGURES, TimelinePoint
 
-# -- result ----------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """Of one fleet and one trace. Counts are of all replicas together."""
+    """Figures of one fleet on one trace. Counts are sums over all replicas."""
 
     cache: str  # the strategy
     memory_bytes: int  # for keys and values, of each replica
     num_replicas: int
     routing: str
 
-    num_requests: int  # that came
+    num_requests: int
     num_finished: dict[str, int]  # by reason
     num_refused: int  # longer than max_model_len, or than the memory
     duration_s: float  # from the first request to the end of the last
     num_steps: int
 
-    num_scheduled_tokens: int  # computed, in whatever step
-    num_input_tokens: int  # of requests that came to their end
+    num_scheduled_tokens: int
+    num_input_tokens: int  # of requests that finished
     num_output_tokens: int
-    prefix_query_tokens: int  # of prompts that were looked up
+    prefix_query_tokens: int  # of prompts that were looked up in the prefix cache
     prefix_hit_tokens: int
     prefix_missed_tokens: dict[str, int]  # by reason
     num_preemptions: int
@@ -42,26 +40,26 @@ class SimulationResult:
     # Means over time.
     used_bytes: float  # entries that a later token can still read
     committed_bytes: float
-    cached_bytes: float  # … that no sequence holds
+    cached_bytes: float  # committed, and held by no sequence
     num_running: float
     num_waiting: float
     peak_committed_bytes: int  # of one replica
-    peak_used_bytes: int  # … at that moment
+    peak_used_bytes: int  # at the moment of the committed peak
     most_running: int  # of one replica
 
-    # Means over time, where it was looked at; None: it was not, or there was none.
-    later_fraction: float | None = None  # of what is held and empty: filled later, not wasted
-    pieces_fraction: float | None = None  # of what is not committed: enough, and in several pieces
+    # Means over time; None: not measured, or nothing to have a share of.
+    later_fraction: float | None = None  # of empty memory: a later token fills it
+    pieces_fraction: float | None = None  # of free memory: enough of it, but in pieces too small
 
     latencies: dict[str, dict[str, float]]
     goals: dict[str, float | None]
-    num_good: int  # that met all of them
+    num_good: int  # requests that met all goals
 
     timelines: tuple[tuple[TimelinePoint, ...], ...]  # of each replica
 
     @property
     def utilization(self) -> float:
-        """Used bytes of those that are held; what is only cached can be taken at any moment."""
+        """Return the used share of the bytes that sequences hold; cached blocks do not count."""
         held = self.committed_bytes - self.cached_bytes
         return self.used_bytes / held if held else 0.0
 
@@ -72,9 +70,18 @@ class SimulationResult:
         return self.prefix_hit_tokens / self.prefix_query_tokens
 
     @property
+    def num_ended(self) -> int:
+        """Return how many requests generated all of their tokens."""
+        return self.num_finished.get("length", 0) + self.num_finished.get("stop", 0)
+
+    @property
+    def fleet_bytes(self) -> int:
+        """Return the KV memory of all replicas."""
+        return self.memory_bytes * self.num_replicas
+
+    @property
     def requests_per_s(self) -> float:
-        done = self.num_finished.get("length", 0) + self.num_finished.get("stop", 0)
-        return self._a_second(done)
+        return self._a_second(self.num_ended)
 
     @property
     def good_requests_per_s(self) -> float:
@@ -85,7 +92,7 @@ class SimulationResult:
         return self._a_second(self.num_output_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """Nothing but numbers, strings, lists and objects."""
+        """Return the result as a JSON object."""
         plain = asdict(self)
         plain["timelines"] = [
             [
@@ -110,21 +117,19 @@ class SimulationResult:
         return count / self.duration_s if self.duration_s else 0.0
 
 
-# -- quantiles -------------------------------------------------------------------------------------
-
-# Percentiles of a stream in bounded memory, each within half a percent of a value that was there.
-#
-# Source: DDSketch (Masson, Rim, Lee 2019), logarithmic buckets, without merging the smallest ones.
-
+# -- latencies -------------------------------------------------------------------------------------
 
 ACCURACY = 0.005
 _LOG_GAMMA = log((1 + ACCURACY) / (1 - ACCURACY))
-_LEAST = 1e-9  # what is smaller counts as 0
+_LEAST = 1e-9  # smaller values count as 0
 
 
 @final
 class Quantiles:
-    """Of values that are not negative."""
+    """Percentiles of a stream of values ≥ 0, each within half a percent, in bounded memory.
+
+    Source: DDSketch (Masson, Rim, Lee 2019), logarithmic buckets, without merging the smallest.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -134,6 +139,7 @@ class Quantiles:
         self._num_zeros = 0
 
     def note(self, value: float) -> None:
+        """Add a value."""
         self.count += 1
         self.sum += value
         self.max = max(self.max, value)
@@ -148,7 +154,7 @@ class Quantiles:
         return self.sum / self.count if self.count else 0.0
 
     def percentile(self, percentile: float) -> float:
-        """The value that so many percent of all are not above; 0 of nothing."""
+        """Return the value that this percentage of all values does not exceed; 0 without values."""
         rank = max(1, ceil(self.count * percentile / 100))
         seen = self._num_zeros
         if rank <= seen or not self.count:
@@ -161,22 +167,18 @@ class Quantiles:
         return self.max
 
 
-# -- latencies -------------------------------------------------------------------------------------
-
-# How long simulated requests waited and took, and how many met their goals. Of bounded size.
-
-
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
-    """What a request must meet to be good. Seconds; None: no matter how long."""
+    """Latency goals of a request, in seconds; None: no goal."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     def are_met(self, ttft_s: float, tpot_s: float | None) -> bool:
+        """Return whether a request with these latencies meets all goals."""
         if self.ttft_s is not None and ttft_s > self.ttft_s:
             return False
         return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
@@ -184,7 +186,7 @@ class Goals:
 
 @final
 class LatencyTally:
-    """TTFT, TPOT and E2E of the requests that came to their end."""
+    """Collects the latencies of requests that finish."""
 
     def __init__(self, goals: Goals) -> None:
         self.ttft_s, self.tpot_s, self.e2e_s = Quantiles(), Quantiles(), Quantiles()
@@ -194,7 +196,7 @@ class LatencyTally:
         self._goals = goals
 
     def note(self, sequence: Sequence) -> None:
-        """It has ended; what ended for lack of room counts for nothing here."""
+        """Add a sequence that has ended; one that ended for lack of memory does not count."""
         if sequence.finish_reason not in ("stop", "length"):
             return
         took, num_output = Latencies.of(sequence), sequence.num_output_tokens
@@ -211,7 +213,7 @@ class LatencyTally:
         self.num_output_tokens += num_output
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Means, percentiles and the longest, in seconds."""
+        """Return mean, percentiles and maximum of each latency, in seconds."""
         return {
             name: {
                 "mean": each.mean,

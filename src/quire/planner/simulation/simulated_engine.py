@@ -1,7 +1,7 @@
-"""An engine that computes nothing: the real loop, scheduler and accounting on a clock of its own.
+"""Make an engine that computes nothing: the real loop, scheduler and accounting on a virtual clock.
 
-What takes time in an engine takes it here too, as the cost model says: steps, copies, swapping. The
-tokens are known beforehand; each request generates as many as the trace says.
+Steps, copies and swapping take the time that the cost model gives. Tokens are known beforehand, and
+each request generates as many as the trace says.
 """
 
 from collections.abc import Iterable
@@ -19,23 +19,17 @@ from quire.traces import TraceRequest
 
 # -- token ids -------------------------------------------------------------------------------------
 
-# Token ids for a trace that has only lengths and hash ids: two prompts share what their ids share.
-#
-# A prefix is told by where it begins to differ, so a few telling ids are enough: a stretch of
-# tokens that stands for one hash id begins with that id, a prompt without any with a number of its
-# own, and all other tokens are alike. Nothing is remembered from prompt to prompt.
-#
-# What is generated is told by its sequence, and is like nothing else: a trace does not say what
-# its outputs were, so none is found again.
-
-
+# A trace has lengths and hash ids only. Its prompts get token ids that agree as far as their hash
+# ids do: the tokens of one hash id begin with that id, the tokens beyond a prompt's hash ids begin
+# with a number of their own, and all others are 0. Outputs are unique to their sequence, since a
+# trace does not tell them, and so no later prompt hits them.
 _FILLER = 0
-_NUM_IDS = 2**31  # that an int32 holds, from 0 on: a trace's
-_NUM_OWN = 2**30  # below 0: odd ones are for one prompt's own tokens, even ones for outputs
+_NUM_IDS = 2**31  # ids ≥ 0 of an int32, for hash ids
+_NUM_OWN = 2**30  # ids < 0: odd ones for a prompt's own tokens, even ones for outputs
 
 
 def prompt_of(request: TraceRequest, number: int, *, longest: int | None = None) -> tuple[int, ...]:
-    """The prompt of the ``number``-th request, up to ``longest`` tokens; at least one."""
+    """Return token ids of the ``number``-th request's prompt: at least 1, at most ``longest``."""
     num_tokens = max(1, request.input_tokens)
     if longest is not None:
         num_tokens = min(num_tokens, longest)
@@ -44,7 +38,7 @@ def prompt_of(request: TraceRequest, number: int, *, longest: int | None = None)
     token_ids: list[int] = []
     for hash_id in ids:
         token_ids += _stretch(hash_id, each)
-    if len(token_ids) < num_tokens:  # tokens beyond its hash ids are its own
+    if len(token_ids) < num_tokens:
         rest = num_tokens - len(token_ids)
         token_ids.append(-1 - 2 * (number % _NUM_OWN))
         token_ids += [_FILLER] * (rest - 1)
@@ -53,7 +47,7 @@ def prompt_of(request: TraceRequest, number: int, *, longest: int | None = None)
 
 
 def _stretch(hash_id: int, num_tokens: int) -> list[int]:
-    """An id of up to 63 bits in two tokens, as int32 holds them."""
+    """Return the tokens of one hash id, whose 63 bits take two of them."""
     low, high = hash_id % _NUM_IDS, hash_id // _NUM_IDS
     if num_tokens == 1:
         return [low]
@@ -61,7 +55,7 @@ def _stretch(hash_id: int, num_tokens: int) -> list[int]:
 
 
 def output_id(sequence: Sequence) -> int:
-    """What every token is that this sequence generates."""
+    """Return the id of all tokens that this sequence generates."""
     return -2 - 2 * (sequence.seq_id % _NUM_OWN)
 
 
@@ -70,7 +64,7 @@ def output_id(sequence: Sequence) -> int:
 
 @final
 class VirtualClock:
-    """Seconds since the beginning of the trace."""
+    """Seconds since the start of the trace."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -79,12 +73,13 @@ class VirtualClock:
         return self.now_s
 
     def wait_until(self, moment_s: float) -> None:
+        """Advance to a moment, unless it has passed."""
         self.now_s = max(self.now_s, moment_s)
 
 
 @final
 class VirtualCache:
-    """An accounting whose decisions are carried out by counting them."""
+    """A cache that counts the operations of its accounting instead of carrying them out."""
 
     refusal: Exception | None = None
 
@@ -99,6 +94,7 @@ class VirtualCache:
         return self.accounting.usage().committed_bytes
 
     def carry_out(self) -> None:
+        """Count the accounting's copies, and let them take their time."""
         groups, num_layers, num_bytes = self.accounting.groups, 0, 0
         for change in self.accounting.drain():
             if isinstance(change, Copy):
@@ -110,12 +106,13 @@ class VirtualCache:
             self._clock.now_s += num_bytes * self._costs.copy_s_per_byte
 
     def restart(self) -> None:
+        """Fail, since no step fails here."""
         raise AssertionError("a step that computes nothing cannot fail")
 
 
 @final
 class VirtualRunner:
-    """Takes the time of a step."""
+    """A runner whose steps only take time."""
 
     overwrites_states = False
 
@@ -126,20 +123,22 @@ class VirtualRunner:
         self._clock.now_s += self._costs.seconds(self._reach.of(plan))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 @final
 class ForeseenTokens:
-    """Every draw gives its sequence's own token."""
+    """A sampler that gives each sequence its own token."""
 
     def __init__(self) -> None:
         self._known: dict[int, Sampled] = {}
 
     def sample(self, logits: None, plan: StepPlan) -> list[Sampled]:
+        """Return a token for each sequence that the plan samples."""
         return [self._of(draw.sequence) for draw in plan.draws]
 
     def forget(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
         self._known.pop(sequence.seq_id, None)
 
     def _of(self, sequence: Sequence) -> Sampled:
@@ -152,31 +151,33 @@ class ForeseenTokens:
 
 @final
 class VirtualSwap:
-    """Saving and bringing back take their time and never fail."""
+    """Swapping that only takes time and never fails."""
 
     def __init__(self, accounting: Accounting, costs: StepCosts, clock: VirtualClock) -> None:
         self._groups = accounting.groups
         self._costs, self._clock = costs, clock
 
     def save(self, saves: Iterable[Save]) -> list[Sequence]:
+        """Swap sequences out. Returns: those that could not be, of which there are none."""
         for save in saves:
             self._clock.now_s += save.num_bytes * self._costs.save_s_per_byte
         return []
 
     def load(self, chunk: Chunk) -> bool:
+        """Swap a sequence in. Returns: True, since it never fails."""
         tokens = readable_tokens(self._groups, chunk.start - chunk.num_restored, chunk.start)
         self._clock.now_s += num_bytes(self._groups, tokens) * self._costs.load_s_per_byte
         return True
 
     def forget(self, seq_ids: Iterable[int]) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is nothing to forget."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 def prices_of(costs: StepCosts, num_tokens: int) -> Prices:
-    """What the scheduler would measure where steps take so long, of up to so many tokens."""
+    """Return what a scheduler would measure with these costs, in steps of up to ``num_tokens``."""
     text_s = costs.seconds(StepWork(num_tokens + 1, 2, 1, num_tokens, num_tokens**2 / 2, 1))
     short_s = costs.seconds(StepWork(1, 1, 1, 0.0, 0.0))
     token_s = max(0.0, text_s - short_s) / num_tokens
@@ -191,7 +192,7 @@ def virtual_engine(
     *,
     swap_bytes: int = 0,
 ) -> tuple[Engine, VirtualCache]:
-    """The loop around an accounting, and what counts its copies."""
+    """Make an engine around an accounting, and the cache that counts its copies."""
     cache = VirtualCache(accounting, costs, clock)
     known = Costs(
         bytes_per_token=sum(group.bytes_per_token for group in accounting.groups),

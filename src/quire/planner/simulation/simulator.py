@@ -1,13 +1,13 @@
-"""A trace through a fleet: requests come at their times, each replica steps on its own clock.
+"""Simulate a fleet: requests arrive at their times, and each replica steps on its own clock.
 
-Between two arrivals replicas have nothing to do with each other. So each is taken to the moment at
-which the next request comes, and that request then goes where the routing says.
+Replicas do not interact between two arrivals. So each replica runs up to the moment of the next
+request, and the routing then chooses a replica for that request.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
-from typing import Protocol
 
 from quire.config import EngineConfig
 from quire.engine.kv_sizing import kv_needs, ledger_for, stored_spec
@@ -25,14 +25,12 @@ from quire.spec import ModelSpec
 from quire.spec.tensor_parallel import rank_spec
 from quire.traces import TraceRequest
 
-# -- simulator -------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Equal replicas, and who gets what."""
+    """Equal replicas of an engine, and the routing between them."""
 
-    spec: ModelSpec  # with keys and values as they are kept
+    spec: ModelSpec  # with the dtype in which keys and values are stored
     cache: str
     sizes: CacheConfig  # of each replica
     limits: SchedulerLimits
@@ -42,21 +40,6 @@ class Fleet:
     routing: str = "round-robin"
 
 
-class SimulationWatch(Protocol):
-    """Sees a simulation go on."""
-
-    def ended(self, replica: int, sequence: EngineSequence) -> None:
-        """A sequence has come to its end."""
-        ...
-
-
-class Unwatched:
-    """A simulation without a watcher."""
-
-    def ended(self, replica: int, sequence: EngineSequence) -> None:
-        """Nothing to do."""
-
-
 def make_replica(
     fleet: Fleet,
     ended: Callable[[EngineSequence], None],
@@ -64,7 +47,7 @@ def make_replica(
     by_steps: bool = False,
     looks_at_waste: bool = False,
 ) -> Replica:
-    """One of the fleet, idle and empty. Raises: ConfigError for an unknown strategy."""
+    """Make an idle replica of a fleet. Raises: ConfigError for an unknown strategy."""
     clock = VirtualClock()
     engine, cache = virtual_engine(
         build_accounting(fleet.cache, fleet.spec, fleet.sizes),
@@ -82,24 +65,25 @@ def simulate(
     fleet: Fleet,
     *,
     goals: Goals | None = None,
-    watch: SimulationWatch | None = None,
+    ended: Callable[[int, EngineSequence], None] = lambda *_: None,
     by_steps: bool = False,
     looks_at_waste: bool = False,
 ) -> SimulationResult:
-    """Run a trace to its end. It is read as it is needed, and may have any length.
+    """Run a trace of any length to its end; it is read as the simulation needs it.
 
-    ``by_steps`` takes every step by itself: slower, and the same figures. ``looks_at_waste``: find
-    out what becomes of what is held and empty, which takes a few seconds more.
+    ``ended`` receives the number of a replica and a sequence that has ended there. ``by_steps``
+    runs every step by itself, which is slower and gives the same figures. ``looks_at_waste``
+    measures how much empty memory is filled later, which takes a few seconds more.
     """
-    goals, observer = goals or Goals(), watch or Unwatched()
+    goals = goals or Goals()
     tally = LatencyTally(goals)
 
     def listener(place: int) -> Callable[[EngineSequence], None]:
-        def ended(sequence: EngineSequence) -> None:
+        def note(sequence: EngineSequence) -> None:
             tally.note(sequence)
-            observer.ended(place, sequence)
+            ended(place, sequence)
 
-        return ended
+        return note
 
     replicas = [
         make_replica(fleet, listener(place), by_steps=by_steps, looks_at_waste=looks_at_waste)
@@ -113,7 +97,7 @@ def simulate(
 
 
 def _replay(trace: Iterable[TraceRequest], replicas: Sequence[Replica], routing: str) -> int:
-    """How many requests there were."""
+    """Run all requests. Returns: how many there were."""
     route, num_requests = ROUTES[routing], 0
     for number, request in enumerate(trace):
         num_requests += 1
@@ -138,7 +122,7 @@ def _result(
     duration_s = max(line.duration_s for line in lines)
 
     def mean(figure: str) -> float:
-        """Of all replicas together; one that is done early holds nothing that counts."""
+        """Return a mean over time, summed over the replicas; one that is done early holds none."""
         total = sum(line.integral(figure) for line in lines)
         return total / duration_s if duration_s else 0.0
 
@@ -184,16 +168,10 @@ def _result(
 
 
 def _added(several: Iterable[dict[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
+    total = Counter[str]()
     for counts in several:
-        for name, count in counts.items():
-            total[name] = total.get(name, 0) + count
-    return total
-
-
-# -- scenario --------------------------------------------------------------------------------------
-
-# From a model, options and a place to a fleet to simulate: sized as an engine would be.
+        total.update(counts)
+    return dict(total)
 
 
 def fleet_for(
@@ -206,9 +184,11 @@ def fleet_for(
     routing: str = "round-robin",
     num_ranks: int = 1,
 ) -> Fleet:
-    """Replicas of ``num_ranks`` devices each, of which one is accounted: all hold the same tokens.
+    """Make a fleet of a model on a machine, with caches of the size that an engine would choose.
 
-    Raises: ConfigError where the budget leaves no room, with its ledger.
+    A replica has ``num_ranks`` devices. One of them is accounted, since all hold the same tokens.
+
+    Raises: ConfigError with the ledger if the budget leaves no room.
     """
     on_rank = rank_spec(subject.spec, num_ranks)
     own = rank_footprint(subject.own, num_ranks)

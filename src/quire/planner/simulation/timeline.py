@@ -1,7 +1,7 @@
-"""What was held when, in a bounded number of points, and its means over time.
+"""Record memory and requests over time in a bounded number of points, with their means.
 
-It is noted at the end of each step in which a sequence came, moved on or ended. Between two notes
-sequences only decode, so that what they hold goes in a line from one to the other.
+The replica adds a note at the end of each step that admits, advances or ends a sequence. Between
+two notes sequences only decode, so that their memory changes linearly.
 """
 
 import json
@@ -14,20 +14,17 @@ from typing import Any, final
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
 
-# -- timeline --------------------------------------------------------------------------------------
-
-
 MAX_POINTS = 2_000
 FIGURES = ("used_bytes", "committed_bytes", "cached_bytes", "num_running", "num_waiting")
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """At one moment."""
+    """The state of a replica at one moment."""
 
     used_bytes: int  # entries that a later token can still read
     committed_bytes: int
-    cached_bytes: int  # that no sequence holds, kept for prompts that begin alike
+    cached_bytes: int  # held by no sequence, and kept for later prompts
     num_running: int
     num_waiting: int
 
@@ -47,7 +44,7 @@ NOTHING = State(0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class TimelinePoint:
-    """The means of a span of time, and the most that was committed in it."""
+    """Means over a span of time, and the peak of committed bytes in it."""
 
     start_s: float
     stop_s: float
@@ -56,7 +53,7 @@ class TimelinePoint:
 
 
 class _Span:
-    """A span in the making."""
+    """A span of time whose integrals may still grow."""
 
     __slots__ = ("integrals", "peak", "start_s", "stop_s")
 
@@ -64,7 +61,7 @@ class _Span:
         self.start_s, self.stop_s, self.integrals, self.peak = start_s, stop_s, integrals, peak
 
     def take(self, other: "_Span") -> None:
-        """The span right after it."""
+        """Merge the span that follows."""
         self.stop_s = other.stop_s
         for place, value in enumerate(other.integrals):
             self.integrals[place] += value
@@ -73,19 +70,19 @@ class _Span:
 
 @final
 class Timeline:
-    """Notes in order of time; neighbours become one where there would be too many points."""
+    """Notes in order of time; neighbours merge when there are too many points."""
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
         self._max_points = max_points
         self._spans: list[_Span] = []
-        self._width_s = 0.0  # shorter spans are made one with their neighbour
+        self._width_s = 0.0  # shorter spans merge with their neighbour
         self._last: tuple[float, ...] = NOTHING.figures
         self._last_s = 0.0
-        self.peak = NOTHING  # with most committed
+        self.peak = NOTHING  # the state with the most committed bytes
         self.most_running = 0
 
     def note(self, now_s: float, state: State) -> None:
-        """``now_s`` is never before the last note's."""
+        """Add a state; ``now_s`` is at or after the last note's time."""
         if (state.committed_bytes, state.used_bytes) > (
             self.peak.committed_bytes,
             self.peak.used_bytes,
@@ -100,7 +97,7 @@ class Timeline:
         self._last, self._last_s = figures, now_s
 
     def jump(self, now_s: float) -> None:
-        """Nothing happens until then: what is held stays as it is."""
+        """Keep the last state until this time."""
         if now_s > self._last_s:
             seconds = now_s - self._last_s
             integrals = [value * seconds for value in self._last]
@@ -120,7 +117,7 @@ class Timeline:
         ]
 
     def integral(self, figure: str) -> float:
-        """Of a figure over all the time, in its unit times seconds."""
+        """Return a figure's integral over all time, in its unit times seconds."""
         place = FIGURES.index(figure)
         return sum(span.integrals[place] for span in self._spans)
 
@@ -147,14 +144,14 @@ class Timeline:
 
 # -- chrome trace ----------------------------------------------------------------------------------
 
-# A simulation as a file that chrome://tracing and Perfetto show: requests, and what is held.
-#
-# It is written as requests end, so that it takes no memory. Times are virtual.
-
 
 @final
 class ChromeTrace:
-    """A process for each replica; use it in a ``with`` block. Raises: ConfigError."""
+    """Writes a file for chrome://tracing and Perfetto, with a process for each replica.
+
+    Use it in a ``with`` block. It writes each request when it ends, so that it needs no memory.
+    Times are virtual. Raises: ConfigError.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -177,7 +174,7 @@ class ChromeTrace:
         self._file.close()
 
     def ended(self, replica: int, sequence: Sequence) -> None:
-        """A request's three parts: it waits, takes in its prompt, and generates."""
+        """Write a request's three phases: waiting, its prompt, and generation."""
         end_s = sequence.ended_s if sequence.ended_s is not None else sequence.arrived_s
         moments_s = (sequence.arrived_s, sequence.came_s, sequence.first_token_s, end_s)
         parts = ("waits", "prompt", "generates")
@@ -204,7 +201,7 @@ class ChromeTrace:
             self._write({**common, "ph": "e", "ts": stop_s * 1e6})
 
     def held(self, timelines: Several[Several[TimelinePoint]]) -> None:
-        """What each replica held, as counters."""
+        """Write the memory and requests of each replica as counters."""
         for replica, points in enumerate(timelines):
             for point in points:
                 figures = dict(zip(FIGURES, point.means, strict=True))

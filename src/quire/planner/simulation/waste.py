@@ -1,13 +1,13 @@
-"""What becomes of memory that is held and empty, and whether free memory lies in pieces.
+"""Measure fragmentation: how much held memory stays empty, and how much free memory is in pieces.
 
-An engine cannot know the first: it does not know how long answers get. A trace says it. So of what
-is empty a part is filled *later*, before its sequence ends, and the rest never is (internal
-fragmentation). What is free is *in pieces* while there is enough of it for the first that waits,
-and no hole is long enough (external fragmentation); only where sequences get ranges.
+An engine does not know how long answers get, but a trace does. Part of the empty memory is filled
+*later*, before its sequence ends; the rest never is (internal fragmentation). Free memory is *in
+pieces* while the first waiting sequence would fit in it, but in no single hole (external
+fragmentation), which happens only to strategies that give sequences ranges.
 
-Moments are looked at ever less often, so that any length of time costs the logarithm of it.
+Samples become rarer with time, so that their number grows with its logarithm.
 
-Source: the words are those of Kwon et al. 2023, figure 2.
+Source: the terms are those of Kwon et al. 2023, figure 2.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ import numpy as np
 from quire.kv import Accounting
 from quire.kv.occupancy import CellState, Occupancy
 
-_EVERY_FRACTION = 1 / 64  # of the time so far is one moment taken to stand for
+_EVERY_FRACTION = 1 / 64  # a sample stands for this share of the time so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WasteShares:
-    """Means over time; None where there was nothing to have a share of."""
+    """Means over time; None if there was nothing to have a share of."""
 
-    later_fraction: float | None  # of what is held and empty
-    pieces_fraction: float | None  # of what is not committed
+    later_fraction: float | None  # of empty memory
+    pieces_fraction: float | None  # of free memory
 
 
 @final
 class Waste:
-    """Of one accounting. Bytes times seconds are added up."""
+    """The fragmentation of one accounting, in bytes times seconds."""
 
     def __init__(self, accounting: Accounting) -> None:
         self._accounting = accounting
@@ -41,14 +41,15 @@ class Waste:
         self._empty = self._later = self._free = self._in_pieces = 0.0
 
     def came(self, seq_id: int, num_tokens: int) -> None:
-        """It will have room for so many before it ends."""
+        """Add a sequence that will have ``num_tokens`` at its end."""
         self._ends[seq_id] = num_tokens
 
     def ended(self, seq_id: int) -> None:
+        """Forget a sequence."""
         self._ends.pop(seq_id, None)
 
     def note(self, now_s: float) -> None:
-        """Sequences may have come, moved on or ended."""
+        """Take a sample if one is due."""
         if now_s < self._next_s or now_s <= self._last_s:
             return
         seconds = now_s - self._last_s
@@ -63,12 +64,12 @@ class Waste:
         self._next_s = now_s * (1 + _EVERY_FRACTION)
 
     def skip(self, now_s: float) -> None:
-        """No sequence was there until now."""
+        """Leave out the time until now, in which there was no sequence."""
         self._last_s = max(self._last_s, now_s)
 
     @staticmethod
     def shares(several: "Sequence[Waste]") -> WasteShares:
-        """Of several accountings together."""
+        """Return the shares of several accountings together."""
         empty, free = sum(each._empty for each in several), sum(each._free for each in several)
         later = sum(each._later for each in several)
         in_pieces = sum(each._in_pieces for each in several)
@@ -78,14 +79,14 @@ class Waste:
         )
 
     def later_bytes(self) -> int:
-        """Empty now, and filled before its sequence ends."""
+        """Return the empty bytes that are filled before their sequences end."""
         return sum(
             self._later_in(self._accounting.census(group))
             for group in range(len(self._accounting.groups))
         )
 
     def is_in_pieces(self, free_bytes: int) -> bool:
-        """Whether the first that waits would have room in what is free, if that were one piece."""
+        """Return whether the first waiting sequence fits in the free bytes but in no hole."""
         cache = self._accounting
         if not cache.fragmentation:
             return False
