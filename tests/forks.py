@@ -71,10 +71,10 @@ class ForkServer:
         *args: str,
         stdout: int,
         stderr: int,
-        env: Mapping[str, str] | None = None,
-        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None,
+        cwd: str | os.PathLike[str] | None,
     ) -> Fork:
-        """Fork a process that runs ``code`` as ``python -c`` would, with these open files."""
+        """Fork a process for ``start``."""
         job = dict(
             code=code, args=args, env=dict(os.environ if env is None else env),
             cwd=os.fspath(cwd or os.getcwd()),
@@ -107,11 +107,26 @@ class ForkServer:
 
 
 @cache
-def fork_server() -> ForkServer:
+def _server() -> ForkServer:
     """Return this process's own, which is started on first use."""
     server = ForkServer()
     atexit.register(server.close)
     return server
+
+
+def start(
+    code: str,
+    *args: str,
+    stdout: int,
+    stderr: int,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> Fork | subprocess.Popen[bytes]:
+    """Start a process that runs ``code`` as ``python -c`` does, with these open files."""
+    if sys.platform == "linux":
+        return _server().start(code, *args, stdout=stdout, stderr=stderr, env=env, cwd=cwd)
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env, cwd=cwd)
 
 
 def run_fork(
@@ -123,8 +138,7 @@ def run_fork(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``code`` to its end, and return what it said. Raises: subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        files: dict[str, Any] = dict(stdout=out.fileno(), stderr=err.fileno())
-        child = fork_server().start(code, *args, env=env, cwd=cwd, **files)
+        child = start(code, *args, stdout=out.fileno(), stderr=err.fileno(), env=env, cwd=cwd)
         try:
             returncode = child.wait(timeout)
         finally:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from forks import fork_server
+from forks import start
 
 COMMAND = "from quire.cli import main; main()"
 
@@ -24,7 +24,7 @@ class Process:
         reads, writes = os.pipe()
         self._said_by_it = os.fdopen(reads)
         with open(os.devnull, "w") as nowhere:
-            self.child = fork_server().start(
+            self.child = start(
                 script, "serve", "--port", "0", *flags, stdout=nowhere.fileno(), stderr=writes
             )
         os.close(writes)
