@@ -87,8 +87,9 @@ class ForkServer:
         return fork
 
     def close(self) -> None:
-        self._control.close()
+        self._control.shutdown(socket.SHUT_RDWR)  # to close it is unnoticed while it is read
         self._process.wait()
+        self._control.close()
 
     def _listen(self) -> None:
         while True:

@@ -126,6 +126,7 @@ def _no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+    gc.collect()  # or the scenes' memory goes in the midst of another file's test
 
 
 @pytest.fixture
