@@ -120,18 +120,18 @@ SCENES: dict[str, Callable[[], Scene]] = {
 
 
 @pytest.fixture(scope="module")
-def _no_collector() -> Iterator[None]:
-    """Collecting others' memory in the midst of a scene would count as its calls."""
+def _frozen() -> None:
+    """What other files have left is looked through once, and not again before each test."""
     gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-    gc.collect()  # or the scenes' memory goes in the midst of another file's test
+    gc.freeze()
 
 
 @pytest.fixture
-def faults(_no_collector: None, monkeypatch: pytest.MonkeyPatch) -> Faults:
-    return install(monkeypatch)
+def faults(_frozen: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    gc.collect()
+    gc.disable()  # collecting others' memory in the midst of a scene would count as its calls
+    yield install(monkeypatch)
+    gc.enable()
 
 
 @pytest.fixture(params=SCENES)
