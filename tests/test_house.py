@@ -1,14 +1,11 @@
 """What the documents promise holds: commands, links, code blocks and examples."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from forks import run_fork
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -44,49 +41,9 @@ def blocks(path: Path) -> list[tuple[int, str, bool]]:
     ]
 
 
-# Has imported what every file needs, which takes seconds, and forks a process to run each.
-RUNNER = """
-import json, os, runpy, signal, sys
-import quire
-from quire.models.loader import load
-
-for name in quire.__all__:
-    getattr(quire, name)
-load()  # with all that it imports of Transformers
-for line in sys.stdin:
-    job = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(300)
-        os.chdir(job["cwd"])
-        sys.argv, sys.path[0] = [job["path"]], os.path.dirname(job["path"])
-        for number, name in enumerate(("/dev/null", "stdout", "stderr")):
-            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
-        runpy.run_path(job["path"], run_name="__main__")
-        sys.stdout.flush()
-        os._exit(0)  # to take the libraries apart takes longer than what was run
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-Run = Callable[[Path, Path], tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def run_python() -> Iterator[Run]:
-    """Of a file, in a folder: (exit code, what it prints, and its errors)."""
-    command = [sys.executable, "-c", RUNNER]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    env = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    with subprocess.Popen(command, env=env, text=True, **pipes) as runner:
-        assert runner.stdin
-        assert runner.stdout
-
-        def run(path: Path, cwd: Path) -> tuple[int, str, str]:
-            print(json.dumps({"path": str(path), "cwd": str(cwd)}), file=runner.stdin, flush=True)
-            code = int(runner.stdout.readline())
-            return code, (cwd / "stdout").read_text(), (cwd / "stderr").read_text()
-
-        yield run
+RUN = "import os, runpy, sys\nsys.path.insert(0, os.path.dirname(sys.argv[1]))\nsys.argv.pop(0)\n"
+RUN += "runpy.run_path(sys.argv[0], run_name='__main__')\nsys.stdout.flush()\n"
+RUN += "os._exit(0)  # to take the libraries apart takes longer than what was run"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
@@ -117,9 +74,7 @@ def test_every_link_to_a_file_leads_somewhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_every_python_block_compiles_and_some_run(
-    path: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_every_python_block_compiles_and_some_run(path: Path, tmp_path: Path) -> None:
     for line, code, runs in blocks(path):
         where = f"{name_of(path)}:{line}"
         try:
@@ -127,22 +82,22 @@ def test_every_python_block_compiles_and_some_run(
         except SyntaxError as error:
             pytest.fail(f"{where}: the block is not Python: {error}", pytrace=False)
         if runs:
-            run: Run = request.getfixturevalue("run_python")
             block, folder = tmp_path / f"block_{line}.py", tmp_path / str(line)
             block.write_text(code, encoding="utf-8")
             folder.mkdir()
-            exit_code, _, errors = run(block, folder)
-            assert exit_code == 0, f"{where}: the block fails:\n{errors}"
+            done = run_fork(RUN, str(block), cwd=folder, timeout=300)
+            assert done.returncode == 0, f"{where}: the block fails:\n{done.stderr}"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
-def test_every_example_is_short_and_runs(path: Path, tmp_path: Path, run_python: Run) -> None:
+def test_every_example_is_short_and_runs(path: Path, tmp_path: Path) -> None:
     num_lines = len(path.read_text(encoding="utf-8").splitlines())
-    most = MAX_PLUGIN_LINES if path.stem in PLUGINS else MAX_EXAMPLE_LINES
-    assert num_lines <= most, f"{num_lines} lines: it has at most {most}, to be read at a glance"
-    exit_code, shown, errors = run_python(path, tmp_path)
-    assert exit_code == 0, errors
-    assert shown.strip(), "an example prints what it shows"
+    assert num_lines <= MAX_EXAMPLE_LINES, (
+        f"{num_lines} lines: an example has at most {MAX_EXAMPLE_LINES}, to be read at a glance"
+    )
+    done = run_fork(RUN, str(path), cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "an example prints what it shows"
 
 
 def test_no_test_is_marked_slow() -> None:

@@ -183,9 +183,9 @@ def rollup_bytes(field: str) -> int:
 def is_mapped(address: int) -> bool:
     if sys.platform != "linux":
         pytest.skip("the list of mappings is Linux's")
-    with Path("/proc/self/maps").open() as maps:  # line by line: a whole text could land there
+    with Path("/proc/self/maps").open("rb") as maps:  # line by line: a whole text could land there
         for line in maps:
-            start, stop = (int(edge, 16) for edge in line.split()[0].split("-"))
+            start, stop = (int(edge, 16) for edge in line.split(None, 1)[0].split(b"-"))
             if start <= address < stop:
                 return True
     return False

@@ -2,8 +2,6 @@
 
 import gc
 import json
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from forks import run_fork
 from quire import LLM, SamplingParams
 from quire.models.executors.choice import WAYS
 from quire.models.loader import adopt
@@ -70,8 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_system_has_weights_and_addresses_back(folder: Path) -> None:
-    command = [sys.executable, "-c", CHILD, str(folder), "paged", "virtual"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    done = run_fork(CHILD, str(folder), "paged", "virtual", timeout=300)
+    assert done.returncode == 0, done.stderr
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     for strategy, taken in json.loads(done.stdout).items():
         before, during, kept, after = (taken[n] for n in ("before", "during", "kept", "after"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+
+from forks import run_fork
 
 UNDER_A_LIMIT = """
 import os, re, resource, sys
@@ -37,6 +38,5 @@ os._exit(0)  # to take the libraries apart takes longer than some of this
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_number_that_is_named_fits() -> None:
-    command = [sys.executable, "-c", UNDER_A_LIMIT, "virtual bytes", "paged share"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run_fork(UNDER_A_LIMIT, "virtual bytes", "paged share", timeout=200)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,6 @@ left. A call that only asks to be repeated is.
 
 import errno
 import gc
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from conformance.memory_cases import heap_files, is_mapped, memfd_bytes_from_now
+from forks import run_fork
 from memory.faults import Faults, install
 from quire.errors import MemoryUnavailable
 from quire.memory import HostMemory, Region, Window
@@ -119,8 +119,15 @@ SCENES: dict[str, Callable[[], Scene]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def _frozen() -> None:
+    """What other files have left is looked through once, and not again before each test."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+def faults(_frozen: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     gc.collect()
     gc.disable()  # collecting others' memory in the midst of a scene would count as its calls
     yield install(monkeypatch)
@@ -247,9 +254,7 @@ def test_a_region_that_cannot_be_emptied_says_so_when_it_is_closed(
 
 
 def run(code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
-    )
+    done = run_fork(textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
 
 

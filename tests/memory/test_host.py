@@ -2,13 +2,13 @@
 
 import ctypes
 import mmap
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from forks import run_fork
 from quire.errors import MemoryUnavailable
 from quire.memory import HostMemory, Region
 from quire.memory.machine.probe import resident_bytes
@@ -254,10 +254,7 @@ def test_an_old_kernel_gets_portable_memory_and_a_line_in_the_log(
 def run(code: str) -> None:
     lines = code.strip("\n").splitlines()
     indent = len(lines[0]) - len(lines[0].lstrip())
-    script = "\n".join(line[indent:] for line in lines)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
+    done = run_fork("\n".join(line[indent:] for line in lines))
     assert done.returncode == 0, done.stderr
 
 

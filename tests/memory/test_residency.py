@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import quire
 from conformance.covering import only
+from forks import run_fork
 from quire.errors import MemoryUnavailable
 from quire.memory import CheckedMemory, CountedMemory, FailingMemory, HostMemory, Region
 from quire.memory.machine.probe import resident_bytes
@@ -32,11 +33,13 @@ def resident(region: Region) -> int | None:
 
 def run(code: str, *before: str) -> None:
     """Run a script in a process of its own; ``before`` is a command that starts it."""
-    done = subprocess.run(
-        [*before, sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=120,
+    code = textwrap.dedent(code)
+    done = (
+        subprocess.run(
+            [*before, sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        )
+        if before
+        else run_fork(code)
     )
     assert done.returncode == 0, done.stderr
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
+
+from forks import start
 
 COMMAND = "from quire.cli import main; main()"
 
@@ -20,20 +21,20 @@ class Process:
     """``lines`` is what it has said so far."""
 
     def __init__(self, *flags: str, script: str = COMMAND) -> None:
-        self.child = subprocess.Popen(
-            [sys.executable, "-c", script, "serve", "--port", "0", *flags],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
+        reads, writes = os.pipe()
+        self._said_by_it = os.fdopen(reads)
+        with open(os.devnull, "w") as nowhere:
+            self.child = start(
+                script, "serve", "--port", "0", *flags, stdout=nowhere.fileno(), stderr=writes
+            )
+        os.close(writes)
         self.lines: list[str] = []
         self._said = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.child.stderr is not None
-        for line in self.child.stderr:
+        for line in self._said_by_it:
             with self._said:
                 self.lines.append(line)
                 self._said.notify_all()
@@ -69,8 +70,7 @@ class Process:
             self.child.kill()
             self.child.wait()
         self._reader.join(10)
-        if self.child.stderr is not None:
-            self.child.stderr.close()
+        self._said_by_it.close()
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+
+from forks import run_fork
 
 SCRIPT = """
 import ctypes, os, sys
@@ -42,9 +43,7 @@ os._exit(0)  # to take the libraries apart takes longer than some of this
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc says how much it has given out")
 def test_fifty_new_lengths_leave_next_to_nothing() -> None:
     """It was 120 megabytes where torch kept a way for each, and is one."""
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False
-    )
+    run = run_fork(SCRIPT)
     if "mallinfo2" in run.stderr:
         pytest.skip("this C library does not say how much it has given out")
     assert run.returncode == 0, run.stderr

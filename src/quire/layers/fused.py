@@ -30,7 +30,7 @@ from quire.layers.cpu.row_kernels import (
     Rotary,
     RotaryShape,
 )
-from quire.layers.watch import WeightsWatch
+from quire.layers.watch import NamesRead, WeightsWatch
 
 # -- what a fused module is ------------------------------------------------------------------------
 
@@ -79,7 +79,11 @@ class FusedModule:
 
 
 def stand_in(
-    module: nn.Module, forward: Callable[..., Any], inside: tuple[nn.Module, ...] = ()
+    module: nn.Module,
+    forward: Callable[..., Any],
+    inside: tuple[nn.Module, ...] = (),
+    *,
+    names_read: NamesRead,
 ) -> FusedModule | str:
     """Make a fused module; or say why none is made.
 
@@ -87,7 +91,7 @@ def stand_in(
     """
     if "forward" in vars(module):
         return "its owner has put another forward in its place"
-    watch = WeightsWatch(module)
+    watch = WeightsWatch(module, names_read=names_read)
     if watch.unseen:
         return f"it keeps what cannot be watched: {', '.join(watch.unseen)}"
     return FusedModule(module=module, forward=forward, inside=inside, holds=watch.holds)
@@ -146,9 +150,10 @@ _SIBLINGS = ("q_proj", "k_proj", "v_proj")
 class Linears:
     """Finds them. What was tried on one is not tried again on others of its size."""
 
-    def __init__(self, cpu: CpuLinear) -> None:
+    def __init__(self, cpu: CpuLinear, names_read: NamesRead | None = None) -> None:
         self._cpu = cpu
         self._tried: dict[object, bool] = {}
+        self.names_read: NamesRead = {} if names_read is None else names_read
 
     def find(self, module: nn.Module) -> FusedModule | str | None:
         """Find a stand-in; or say why there is none; None for what is no linear layer."""
@@ -161,7 +166,7 @@ class Linears:
         def forward(x: Tensor) -> Tensor:
             return bound(x)[0]
 
-        return stand_in(module, forward)
+        return stand_in(module, forward, names_read=self.names_read)
 
     def find_siblings(self, module: nn.Module) -> list[FusedModule]:
         """Find stand-ins for the layers that make queries, keys and values in one product."""
@@ -172,7 +177,11 @@ class Linears:
         if len({x.weight.dtype for x in plain}) > 1:
             return []
         together = _Together(self._bind(plain), [self._bind([x]) for x in plain])
-        found = [stand_in(layer, together.forward_of(n)) for n, layer in enumerate(plain)]
+        forwards = map(together.forward_of, range(len(plain)))
+        found = [
+            stand_in(layer, forward, names_read=self.names_read)
+            for layer, forward in zip(plain, forwards, strict=True)
+        ]
         return [part for part in found if isinstance(part, FusedModule)]
 
     def unsupported(self, layer: nn.Linear) -> str | None:
@@ -270,7 +279,8 @@ class GatedLayers:
             self._tried[key] = _try(module, gate, gated)
         if not self._tried[key]:
             return "it computes something else than a gated layer"
-        return stand_in(module, gated, (*layers, *others))
+        inside = (*layers, *others)
+        return stand_in(module, gated, inside, names_read=self._linears.names_read)
 
 
 class _Gated:
@@ -334,9 +344,10 @@ _FORMS = tuple(
 class Norms:
     """Finds them. What one was found to be, all of its class, size and settings are."""
 
-    def __init__(self, cpu: CpuLinear) -> None:
+    def __init__(self, cpu: CpuLinear, names_read: NamesRead | None = None) -> None:
         self._cpu = cpu
         self._tried: dict[object, Norm | None] = {}
+        self._names_read: NamesRead = {} if names_read is None else names_read
 
     def find(self, module: nn.Module) -> FusedModule | str | None:
         """Find a stand-in; or say why there is none; None for what is no such norm."""
@@ -355,7 +366,8 @@ class Norms:
         norm = self._tried[key]
         if norm is None:
             return "it is no root mean square norm of a known form"
-        return stand_in(module, _forward(module, norm, weight.dtype))
+        forward = _forward(module, norm, weight.dtype)
+        return stand_in(module, forward, names_read=self._names_read)
 
     def _try(self, module: nn.Module, weight: Tensor, eps: float) -> Norm | None:
         width, kind = len(weight), KINDS[weight.dtype]
@@ -407,9 +419,10 @@ ROTARY = "apply_rotary_pos_emb"
 class Rotations:
     """Finds them."""
 
-    def __init__(self, cpu: CpuLinear) -> None:
+    def __init__(self, cpu: CpuLinear, names_read: NamesRead | None = None) -> None:
         self._cpu = cpu
         self._made: dict[FunctionType, FunctionType] = {}
+        self._names_read = names_read
         self._watches: dict[int, WeightsWatch] = {}  # of files, by the functions' ids
 
     def find(self, module: nn.Module) -> FusedModule | None:
@@ -423,7 +436,7 @@ class Rotations:
         if forward not in self._made:
             self._made[forward] = _with(forward, {ROTARY: Rotation(own, self._cpu)})
         watch = self._watches.get(id(own)) or self._watches.setdefault(
-            id(own), WeightsWatch(own, forward)
+            id(own), WeightsWatch(own, forward, names_read=self._names_read)
         )
 
         def holds() -> bool:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 Place: TypeAlias = tuple[int, Hashable]  # the id of what keeps something, and under which name
+NamesRead: TypeAlias = dict[int, frozenset[str]]
 
 _PLAIN = (int, float, complex, str, bytes, type(None), type(...), range, slice, Enum)
 _LEAVES = (
@@ -49,14 +50,22 @@ class _Read(NamedTuple):
 
 
 class WeightsWatch:
-    """Of modules, or functions, and all that they reach, but for some places: those ``apart``."""
+    """Of modules, or functions, and all that they reach, but for some places: those ``apart``.
+
+    ``names_read`` keeps the names that a file's functions read, by the id of the file's names.
+    Watches that are made one after the other share it, and the file is looked through once.
+    """
 
     def __init__(
-        self, *several: nn.Module | FunctionType, apart: frozenset[Place] = frozenset()
+        self,
+        *several: nn.Module | FunctionType,
+        apart: frozenset[Place] = frozenset(),
+        names_read: NamesRead | None = None,
     ) -> None:
         self.unseen: dict[str, None] = {}  # what could not be followed, each kind once
         self.is_heard = False  # its owner listens to a module, or does what it does in its place
         self._apart = apart
+        self._names_read: NamesRead = {} if names_read is None else names_read
         self._within: set[int] = set()  # the ids of containers that are being copied
         self._met: dict[int, object] = {}  # by id: no other object has it as long as this one lives
         self._waiting: list[object] = []
@@ -191,7 +200,10 @@ class WeightsWatch:
 
     def _file(self, names: dict[str, Any]) -> None:
         """Names that functions of a file read: its own, and those of modules that it names."""
-        read = {name for value in names.values() for name in _read_by(value, names)}
+        if id(names) not in self._names_read:
+            found = (name for value in names.values() for name in _read_by(value, names))
+            self._names_read[id(names)] = frozenset(found)
+        read = self._names_read[id(names)]
         modules = [value for value in names.values() if isinstance(value, ModuleType)]
         for outside in (names, *(vars(m) for m in modules if not _is_torchs(m.__name__))):
             wanted = read & outside.keys()

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from quire.layers.cpu import CpuLinear
 from quire.layers.fused import FusedModule, GatedLayers, Linears, Norms, Rotations
+from quire.layers.watch import NamesRead
 from quire.models.fingerprint import ModelFingerprint
 
 log = logging.getLogger(__name__)
@@ -96,9 +97,10 @@ def _forward_of(part: FusedModule, turn: _Turn) -> Callable[..., Any]:
 
 
 def _found(model: PreTrainedModel, cpu: CpuLinear) -> tuple[list[FusedModule], list[str]]:
-    """Find the largest parts first, for what they contain needs nothing; and what to tell."""
-    linears = Linears(cpu)
-    gated, norms, rotations = GatedLayers(cpu, linears), Norms(cpu), Rotations(cpu)
+    """The largest parts first: what they contain needs nothing of its own. And what to tell."""
+    names_read: NamesRead = {}  # of the model's files: each is looked through once
+    linears, norms = Linears(cpu, names_read), Norms(cpu, names_read)
+    gated, rotations = GatedLayers(cpu, linears), Rotations(cpu, names_read)
     parts: list[FusedModule] = []
     done: set[nn.Module] = set()
     refused: dict[tuple[str, str], None] = {}
