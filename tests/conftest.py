@@ -40,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="where suites marked `device` run: cpu, cuda, cuda:1 (make test-gpu), emulated",
     )
+    for option, suites in (("--strategy", "accounting and storage"), ("--provider", "memory")):
+        parser.addoption(
+            option,
+            help=f"run the conformance suites of {suites} alone, on what has this name: one of "
+            f"Quire's own, or one that an installed package adds",
+        )
     for name in ("--attention-backend", "--eviction-policy"):
         parser.addoption(
             name, help="the registered name that tests/conformance asks, instead of Quire's own"

@@ -67,7 +67,10 @@ def compare(
     report: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> list[StrategyRun]:
-    """Run prompts with their params under every strategy; ``report`` receives its name."""
+    """Run prompts with their params under Quire's strategies and that of the options.
+
+    ``report`` receives each strategy's name.
+    """
     runs = []
     for strategy in dict.fromkeys((*STRATEGIES.own_names, options.get("cache", "paged"))):
         report(strategy)

@@ -164,7 +164,10 @@ class Results:
         self._num = 0
 
     def add(self, tensor: Tensor) -> int:
-        """Its number among what arrives. On the CPU it is there already, and must not change."""
+        """Add a tensor of any shape. Returns: its index in the result of ``arrive``.
+
+        A tensor on the CPU is not copied, and must not change.
+        """
         if self._device.type != "cpu" and self._waiting_bytes + tensor.nbytes > _MOST_BYTES:
             self._send()  # the device's memory is handed out again only after the copy
         self._waiting.append(tensor)
@@ -173,7 +176,7 @@ class Results:
         return self._num - 1
 
     def arrive(self) -> list[NDArray[Any]]:
-        """All that was added. The host waits for the device, once."""
+        """Wait for the device once, and return all tensors that were added, in their shapes."""
         if self._device.type == "cpu":
             return [tensor.numpy() for tensor in self._waiting]
         self._send()

@@ -45,7 +45,10 @@ def hit_rates(  # noqa: PLR0913 - each is a flag
     ] = None,
     policies: Annotated[
         str | None,
-        typer.Option(help=f"Eviction policies, of {', '.join(policy_names())}. Default: all."),
+        typer.Option(
+            help=f"Eviction policies: {', '.join(OWN_POLICIES)}, or one that a package adds. "
+            "Default: those four."
+        ),
     ] = None,
     block_size: Annotated[
         int | None,

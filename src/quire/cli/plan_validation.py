@@ -56,7 +56,7 @@ def validate(
     place: PlanTarget,
     request: PlannedLengths,
     *,
-    strategies: Iterable[str] = STRATEGIES,
+    strategies: Iterable[str] | None = None,  # None: Quire's own, and the option's
     provider: "MemoryProvider | None" = None,  # None: this machine's
     report: Callable[[str], None] = lambda _: None,
 ) -> list[Check]:

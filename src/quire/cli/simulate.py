@@ -444,6 +444,11 @@ def _variants(engine: dict[str, Any]) -> Iterator[tuple[str, EngineConfig]]:
     for values in product(*lists.values()):
         chosen = dict(zip(lists, values, strict=True))
         config = EngineConfig.from_options(**{**engine, **chosen})
+        if config.memory_provider != "auto":
+            raise ConfigError(
+                f"memory_provider={config.memory_provider} is not simulated: only the engine makes "
+                f"it and learns the size of its pages; leave it out here"
+            )
         if config.speculative_config is not None:
             raise ConfigError(
                 "speculative_config is not simulated: a trace does not say which drafts a model "

@@ -13,6 +13,7 @@ from quire.config.environment import EnvironmentValue, number, read, said
 from quire.config.option import ADVANCED, in_range, nearest, one_of, option
 from quire.errors import ConfigError
 from quire.kv import DEFAULT_POLICY, EVICTION_POLICIES, STRATEGIES
+from quire.memory import PROVIDERS
 from quire.memory.budget import BUDGETS
 from quire.units import parse_bytes
 
@@ -78,7 +79,6 @@ log = logging.getLogger(__name__)
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
-ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "sdpa", "reference")
 # vLLM's names of the dtypes for keys and values (and float32) → a layer spec's name. None: the
 # model's own dtype.
 KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
@@ -112,12 +112,15 @@ class EngineConfig:
         short=("-q",),
     )
     kv_cache_dtype: str = option("auto", f"Dtype of keys and values: {', '.join(KV_CACHE_DTYPES)}.")
-    cache: str = option("paged", f"KV-cache strategy: {', '.join(STRATEGIES)}.")
+    cache: str = option(
+        "paged",
+        f"KV-cache strategy: {', '.join(STRATEGIES.own_names)}, or one that a package adds.",
+    )
     attention_backend: str = option(
         "auto",
         "Backend of attention: auto (the fastest that supports the model), cpu (Quire's kernels), "
         "flashinfer or triton (GPU; triton has Quire's kernels), sdpa (torch), reference (slow, "
-        "float64).",
+        "float64), or one that a package adds.",
         panel=ADVANCED,
     )
     enforce_eager: bool = option(
@@ -141,7 +144,7 @@ class EngineConfig:
     )
     prefix_caching_policy: str = option(
         DEFAULT_POLICY,
-        f"Eviction policy of the prefix cache: {', '.join(POLICIES)}.",
+        "Eviction policy of the prefix cache: choice, lru, lru-2, or one that a package adds.",
         panel=ADVANCED,
     )
     watermark: float = option(
@@ -254,7 +257,13 @@ class EngineConfig:
         one_of("residency", self.residency, ("on-demand", "prefault", "lock"))
         in_range("seed", self.seed, 0, 2**63)
         in_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
-        one_of("cache", self.cache, tuple(STRATEGIES))
+        STRATEGIES.require(self.cache, "cache")
+        PROVIDERS.require(self.memory_provider, "memory_provider")
+        if self.memory_provider != "auto" and self.residency == "lock":
+            raise ConfigError(
+                f"residency=lock is for Quire's own memory: memory_provider={self.memory_provider} "
+                f"says by itself whether its pages stay"
+            )
         BACKENDS.require(self.attention_backend, "attention_backend")
         one_of("growth", self.growth, ("uniform", "doubling", "staggered"))
         one_of("reserve", self.reserve, ("max_model_len", "request"))

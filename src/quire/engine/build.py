@@ -15,7 +15,7 @@ from quire.engine.cache_lock import CacheLock
 from quire.engine.core import Engine
 from quire.engine.elastic import Elastic
 from quire.engine.fallbacks import OtherAttention
-from quire.engine.kv_budget import cache_config, kv_ledger
+from quire.engine.kv_budget import cache_config, kv_ledger, named_memory
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_sizing import stored_spec
 from quire.engine.parallel.leader import LeaderGroup
@@ -42,7 +42,7 @@ from quire.memory.by_device import gauge_for, give_back_kept, make_resident
 from quire.memory.controller import MemoryController
 from quire.memory.machine import CudaPeak
 from quire.memory.machine.readings import Gauge
-from quire.memory.residency import Residency, Resident
+from quire.memory.residency import Resident
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
 from quire.spec import ModelSpec

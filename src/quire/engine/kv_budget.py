@@ -68,7 +68,7 @@ def cache_config(
     config: EngineConfig, loaded: LoadedModel, provider: MemoryProvider, capacity_bytes: int
 ) -> CacheConfig:
     """Return the cache's numbers for a capacity in bytes, and log options that do not apply."""
-    would_share = config.cache == "virtual" and config.enable_prefix_caching
+    would_share = STRATEGIES[config.cache].maps_pages and config.enable_prefix_caching
     if would_share and (reason := provider.cannot_share) is not None:
         said = "%s shares no pages: %s; prompts that begin alike are computed"
         log.warning(said, config.cache, reason)

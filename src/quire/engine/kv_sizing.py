@@ -167,7 +167,7 @@ def _graph_bytes(own: Footprint, spec: ModelSpec, num_seqs: int) -> int:
 
 def _window_bytes(config: EngineConfig, spec: ModelSpec, longest: int) -> int:
     """Return the bytes of addresses that a strategy reserves beyond its capacity."""
-    if config.cache in ("growing", "virtual"):
+    if STRATEGIES[config.cache].has_own_ranges:
         return config.max_num_seqs * longest * spec.bytes_per_token
     return 0
 

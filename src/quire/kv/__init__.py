@@ -7,7 +7,7 @@ then ``paged``.
 
 from quire.kv.allocation import FITS, AllocationResult, Fits, Never, NotNow
 from quire.kv.block_pool import PoolSize
-from quire.kv.contiguous import ContiguousAccounting, FirstFit
+from quire.kv.contiguous import FirstFit
 from quire.kv.eviction import DEFAULT_POLICY, EVICTION_POLICIES, EvictionPolicy, PolicyPool
 from quire.kv.growing import GrowingAccounting
 from quire.kv.interface import (
@@ -24,11 +24,11 @@ from quire.kv.interface import (
 )
 from quire.kv.layout import LayersPerPage
 from quire.kv.occupancy import CellState, HeldRange, Occupancy
-from quire.kv.paged import BlockCoordinator
+from quire.kv.paged import BlockCoordinator, PagedAccounting
 from quire.kv.prefix_cache import PrefixHit, Shortfall, TokenIds
 from quire.kv.prefix_index import NO_KEYS, BlockKey, Image, PrefixKeys
+from quire.kv.ranges import RangeAccounting, Row, RowAccounting
 from quire.kv.scored_eviction import CachedBlock, Score, ScoredPolicy
-from quire.kv.storage.per_layer import BlockStorage, RangeStorage
 from quire.kv.storage.stacked import StackedStorage
 from quire.kv.storage_ops import Commit, Copy, Map, Release, StorageOp, Unmap
 from quire.kv.strategies import (
@@ -71,12 +71,15 @@ __all__ = [
     "Never",
     "NotNow",
     "Occupancy",
+    "PagedAccounting",
     "PolicyPool",
     "PoolSize",
     "PrefixHit",
     "PrefixKeys",
     "RangeAccounting",
     "Release",
+    "Row",
+    "RowAccounting",
     "Score",
     "ScoredPolicy",
     "Shortfall",

@@ -77,11 +77,12 @@ class FreeList:
         return self._len
 
     def are_in(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Tell which ids (i64[n]) are vacant: bool[n]."""
         vacant: npt.NDArray[np.bool_] = self._vacant[ids]
         return vacant
 
     def put(self, ids: Ids) -> None:
-        """These are vacant again."""
+        """Note that ids (i64[n]) are vacant again."""
         stop = self._top + len(ids)
         if stop > len(self._stack):
             self._sweep()

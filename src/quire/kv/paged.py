@@ -185,7 +185,7 @@ class BlockCoordinator:
         return verdict
 
     def bytes_without_others(self, seq_id: int, num_tokens: int) -> int:
-        """What a sequence would hold with room for so many tokens if all others had ended.
+        """Return the bytes a sequence would hold with room for ``num_tokens`` if all others ended.
 
         Its blocks stay where they are; new ones fill their pages first.
         """
@@ -231,7 +231,7 @@ class BlockCoordinator:
     # -- prefixes --------------------------------------------------------------------------------
 
     def match_prefix(self, seq_id: int, token_ids: TokenIds) -> PrefixHit:
-        """The longest prefix of a prompt that can be used again, all but the last token at most.
+        """Find the longest cached prefix of a prompt (i32[n]): all but its last token at most.
 
         It is for a sequence that holds nothing, and for the very next ``try_extend``.
         """
@@ -243,7 +243,7 @@ class BlockCoordinator:
     def next_block(
         self, seq_id: int, token_ids: Sequence[int], hit: PrefixHit | None = None
     ) -> tuple[BlockKey, int] | None:
-        """What the next full block of these token ids will be found by, and the token it ends at.
+        """Return the key of the next full block of these token ids, and the token it ends at.
 
         Of a sequence that holds nothing it is the one behind the ``hit``. None: there is none, or
         it will not be found.
@@ -294,9 +294,9 @@ class BlockCoordinator:
     def mark_computed(
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
     ) -> None:
-        """The next ``counts[i]`` tokens of sequence i are computed: others may share them.
+        """Note that ``counts[i]`` more tokens of sequence i are computed: others may share them.
 
-        ``token_ids`` holds all of them, packed; without ``counts``, one of each sequence.
+        ``token_ids`` holds all of them, packed (i32[T]); without ``counts``, one of each sequence.
         """
         rows = self.tables.rows_of(seq_ids)
         if self.caching:
@@ -571,7 +571,7 @@ class PagedAccounting(BlockCoordinator):
     def never_fits(
         self, seq_id: int, num_tokens: int, *, begin: int, lookahead_tokens: int
     ) -> Never | None:
-        """The verdict on a step from token ``begin`` on, if it is too much without others."""
+        """Return the result of a step from token ``begin`` on, if it never fits; else None."""
         lookahead = min(lookahead_tokens, self._config.max_model_len - num_tokens)
         room, capacity_bytes = num_tokens + lookahead, self.ceiling.capacity_bytes
         alone_bytes = self._fresh_bytes(room, begin)
@@ -599,7 +599,7 @@ class PagedAccounting(BlockCoordinator):
         return int(self.tables.num_tokens[self.tables.rows[seq_id]])
 
     def block_ids(self, group: int, seq_id: int) -> Slots:
-        """A sequence's blocks (i64[P]) in a group; -1 where a window has passed."""
+        """Return a sequence's blocks (i64[P]) in a group; -1 where a window has passed."""
         tables = self.tables
         row = tables.rows[seq_id]
         return tables.ids[group][row, : tables.ends[group, row]].astype(np.int64)
@@ -611,7 +611,7 @@ class PagedAccounting(BlockCoordinator):
         return self.block_slots(group, seq_id, start, stop)
 
     def block_slots(self, group: int, seq_id: int, start: int, stop: int) -> Slots:
-        """Where tokens [start, stop) lie in the pool of blocks: slots i64[stop - start]."""
+        """Return where tokens [start, stop) lie in the pool of blocks: slots i64[stop - start]."""
         positions, size = np.arange(start, stop), self._config.block_size
         blocks = self.block_ids(group, seq_id)[positions // size]
         assert (blocks >= 0).all(), f"sequence {seq_id}: a window has passed token {start}"

@@ -213,7 +213,7 @@ class CapacityPlan:
     def ledger(self) -> Ledger:
         return self.cell.ledger
 
-    def page_table_bytes(self, num_sequences: int) -> int:
+    def page_table_bytes(self, num_sequences: int) -> int | None:
         """Return the bytes of the kernel's page tables for typical sequences at their ends.
 
         These are the figures of the engine's ``usage``, for the strategy of the options. Pages that

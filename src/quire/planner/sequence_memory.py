@@ -70,7 +70,7 @@ def moments(
 
 def tables_after(
     strategy: str, spec: ModelSpec, sizes: CacheConfig, each: Iterable[int], max_tokens: int
-) -> int:
+) -> int | None:
     """Return the bytes of the kernel's page tables after the last of those steps."""
     accounting = build_accounting(strategy, spec, sizes)
     accounting.add(0, max_tokens=max_tokens)

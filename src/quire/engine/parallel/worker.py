@@ -32,7 +32,7 @@ from quire.engine.swap.kv_mover import KVMover, make_mover
 from quire.errors import QuireError
 from quire.kv import CacheConfig, StorageOp
 from quire.kv.interface import Slots
-from quire.memory.by_device import gauge_for, machine_for, make_resident, memory_for
+from quire.memory.by_device import gauge_for, machine_for, make_resident
 from quire.memory.machine import DeviceMemory
 from quire.memory.machine.readings import MemoryReading
 from quire.memory.residency import Residency, Resident
@@ -122,7 +122,7 @@ class Worker:
     ) -> None:
         """Prepare to run a model over a cache. ``spec`` is a rank's, with its stored dtypes."""
         loaded = self._models[model]
-        provider = memory_for(loaded.model.device, config.residency)
+        provider = named_memory(config, loaded.model.device)
         resident = make_resident(provider, residency, sizes.capacity_bytes)
         backend, make_pair = prepare(loaded, spec, strategy, sizes, resident.provider, config)
         self._engines[engine] = _Engine(loaded, backend, make_pair, resident, sizes.max_model_len)

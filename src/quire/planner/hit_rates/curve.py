@@ -133,9 +133,15 @@ class HitRates:
         return next(each for each in self.by_policy[policy] if each.cache_tokens == cache_tokens)
 
 
-def policy_names() -> tuple[str, ...]:
-    """Return the names of all policies: the engine's default first, the optimum last."""
-    return (DEFAULT_POLICY, *(name for name in POLICIES if name != DEFAULT_POLICY), OPTIMUM)
+OWN_POLICIES: Final = ("choice", "lru", "lru-2", OPTIMUM)  # the engine's default first
+
+
+def require_policies(names: Iterable[str], option: str) -> None:
+    """Raise ConfigError for a name that is no eviction policy and not the optimum."""
+    for name in names:
+        if name != OPTIMUM and name not in EVICTION_POLICIES:
+            known = ", ".join((*EVICTION_POLICIES, OPTIMUM))
+            raise ConfigError(f"{option} {name!r} is none of {known}")
 
 
 def hit_rate_curve(
@@ -148,7 +154,7 @@ def hit_rate_curve(
     skip_requests: int = 0,
     on_work: OnWork = lambda *_: None,
 ) -> HitRates:
-    """Compute the hit rates of policies (default: all) in caches of these sizes in tokens.
+    """Compute the hit rates of policies (default: ``OWN_POLICIES``) in caches of these tokens.
 
     ``block_tokens`` and ``whole_blocks`` are as in ``prompts_of``. The first ``skip_requests`` fill
     the cache and are not counted.

@@ -13,7 +13,6 @@ from quire.spec import ModelSpec
 from quire.units import format_bytes, format_count
 
 # Each strategy has its own color in every figure; page.css has the colors.
-_OWN = ("contiguous", "growing", "paged", "virtual")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,8 @@ class Report:
 
 def strategy_color(strategy: str) -> str:
     """Return a strategy's color, as a variable of page.css."""
-    return f"var(--v{_OWN.index(strategy)})" if strategy in _OWN else "var(--other)"
+    own = STRATEGIES.own_names
+    return f"var(--v{own.index(strategy)})" if strategy in own else "var(--other)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
