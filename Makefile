@@ -62,9 +62,10 @@ clients: $(READY) ## other people's clients, each installed apart, against a ser
 	@$(BIN)/python tests/clients/environments.py
 	@$(BIN)/pytest tests/clients -m ""
 
-lint: $(READY) ## rules and layout of the source (ruff)
+lint: $(READY) ## rules and layout of the source (ruff), and of docstrings
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check . || { echo "To lay it out: make format" >&2; exit 1; }
+	@$(BIN)/python tools/check_docstrings.py
 
 format: $(READY) ## lay the source out, and mend what can be mended mechanically
 	@$(BIN)/ruff check --fix .

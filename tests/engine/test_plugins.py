@@ -29,7 +29,7 @@ def test_tokens_are_those_of_generate(tmp_path: Path) -> None:
             model,
             attention_backend="einsum",
             prefix_caching_policy="lfu",
-            kv_cache_memory_bytes=2**16,
+            kv_cache_memory_bytes=2**15,
             **SIZES,
         ) as llm,
     ):
