@@ -58,7 +58,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             needs=_TESTS,
             files=(
                 "devices/test_results.py",
-                "engine/sampling/test_device.py",
+                "engine/sampling/test_choices.py",
                 "engine/sampling/test_sampler.py",
             ),
         ),

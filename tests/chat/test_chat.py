@@ -257,7 +257,7 @@ def test_the_table_has_every_parser_and_all_are_documented() -> None:
     assert all(f"`{name}`" in page for name in [*TOOL_FORMATS, *REASONING])
     helps = {each.name: each.metadata["help"] for each in fields(ServerConfig)}
     for option, known in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", REASONING)):
-        _, _, names = helps[option].partition("tells)")
+        _, _, names = helps[option].partition("), ")
         listed = names.partition(". ")[0].strip(", .")
         assert listed.split(", ") == sorted(known)
 

@@ -178,7 +178,7 @@ def test_a_server_that_refuses_everything_is_one_clear_line(
         (("--save-trace", "/no/such/folder/x.jsonl"), "no such folder"),
         (("--save-result", "/no/such/folder/x.json"), "no such folder"),
         (("--random-input-len", "5000"), "none of 1 requests succeeded"),
-        (("--cache", "magic"), "cache 'magic' is unknown"),
+        (("--cache", "magic"), "cache='magic' is no cache strategy"),
         (("serve", "--num-prompts", "4"), "serve is a command of vllm bench"),
     ],
 )

@@ -66,7 +66,7 @@ def test_what_is_wrong_is_said_before_torch_is_imported(taken_port: str, tmp_pat
         "--tool-call-parser 'nope' is unknown": [*serve, "--tool-call-parser", "nope"],
         "--reasoning-parser 'nope' is unknown": [*serve, "--reasoning-parser", "nope"],
         "max_model_len=99,999 is more than demo": [*serve, "--max-model-len", "99999"],
-        "attention_backend 'fast' is unknown": [*serve, "--attention-backend", "fast"],
+        "attention_backend='fast' is no attention backend": [*serve, "--attention-backend", "fast"],
         "there is no folder": [*serve, "./no-such-folder"],
         "has no weights": [*serve, str(tmp_path)],
         "it cannot be reached": [*serve, "owner/no-such-model"],

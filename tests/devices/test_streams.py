@@ -12,11 +12,11 @@ import pretend
 from pretend import Gpu, PretendMemory
 from quire import LLM, SamplingParams
 from quire.devices import on_default_stream
-from quire.engine import build
 from quire.engine.cache_lock import CacheLock
 from quire.engine.runner import ModelRunner
 from quire.kv.storage.per_layer import BlockStorage
 from quire.kv.storage.stacked import CopyStream
+from quire.memory import by_device
 from tiny import tiny_model, tokens
 
 DEVICE = torch.device("cuda", 0)
@@ -129,7 +129,7 @@ def test_memory_and_steps_go_by_one_stream(
 
         monkeypatch.setattr(owner, name, call)
 
-    monkeypatch.setattr(build, "memory_for", memory_for)
+    monkeypatch.setattr(by_device, "memory_for", memory_for)
     noted(ModelRunner, "run")
     noted(BlockStorage, "apply")
     options: dict[str, Any] = dict(attention_backend="sdpa", max_model_len=64, max_num_seqs=2)

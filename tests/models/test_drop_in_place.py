@@ -266,7 +266,7 @@ def test_who_attends_otherwise_is_given_plain_tensors(monkeypatch: pytest.Monkey
         got = model.generate(ids, attention_mask=mask, past_key_values=kept, **given)
         assert torch.equal(got, wanted)
         assert type(kept.update(*torch.randn(2, 2, KV_HEADS, 1, WIDTH), 0)[0]) is Tensor
-    with pytest.raises(ConfigError, match=r"attention_backend='flash'.* known: auto, cpu, sdpa"):
+    with pytest.raises(ConfigError, match=r"attention_backend='flash'.* known: auto, "):
         cache(model, attention_backend="flash")
 
 

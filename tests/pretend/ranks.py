@@ -24,10 +24,9 @@ from pretend.memory import PretendMemory
 from pretend.runtime import Gpu, cuda
 from pretend.tensor import PretendTensor
 from quire import devices as choice
-from quire.engine import assembly, build
+from quire.engine import assembly
 from quire.engine.parallel import process_group as group
 from quire.engine.parallel import worker as child
-from quire.engine.parallel import worker as follower
 from quire.engine.parallel import worker_group as crew
 from quire.memory import MemoryProvider, by_device
 from quire.memory.residency import Residency
@@ -79,8 +78,7 @@ def cuda_ranks(num_ranks: int = 2) -> Iterator[Gpu]:
         replace(torch.accelerator, "set_device_index", torch.cuda.set_device)
         replace(DTensor, "device", property(lambda self: self._local_tensor.device))
         replace(choice, "why_no_memory", lambda _: None)
-        for room in (build, follower):
-            replace(room, "memory_for", pretended_memory)
+        replace(by_device, "memory_for", pretended_memory)
         # Pretending is for one thread: weights are not read by several.
         undo.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
         undo.enter_context(_made_without_asking(gpu))

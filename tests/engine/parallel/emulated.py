@@ -9,11 +9,11 @@ from unittest import mock
 import torch
 
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
-from quire.engine import build
 from quire.engine.llm import LLM
 from quire.engine.parallel import worker as child
 from quire.engine.parallel import worker as follower
 from quire.engine.parallel import worker_group as crew
+from quire.memory import by_device
 from quire.memory.cuda import CudaMemory
 from quire.memory.machine.readings import HostGauge, MemoryReading
 from quire.memory.residency import Residency
@@ -52,8 +52,7 @@ def drivers() -> Iterator[EmulatedDriver]:
     with ExitStack() as undo:
         for where, name, value in (
             (crew, "_START", _START),
-            (build, "memory_for", memory_for),
-            (follower, "memory_for", memory_for),
+            (by_device, "memory_for", memory_for),
             (follower, "gauge_for", lambda _: DriversGauge(driver)),
         ):
             undo.enter_context(mock.patch.object(where, name, value))
