@@ -62,14 +62,16 @@ clients: $(READY) ## other people's clients, each installed apart, against a ser
 	@$(BIN)/python tests/clients/environments.py
 	@$(BIN)/pytest tests/clients -m ""
 
-lint: $(READY) ## rules and layout of the source (ruff), and of docstrings
+lint: $(READY) ## rules and layout of the source (ruff), of docstrings, and of links into the source
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check . || { echo "To lay it out: make format" >&2; exit 1; }
 	@$(BIN)/python tools/check_docstrings.py
+	@$(BIN)/python tools/check_links.py
 
 format: $(READY) ## lay the source out, and mend what can be mended mechanically
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/python tools/check_links.py --fix
 
 types: $(READY) ## types (mypy, strict)
 	@$(BIN)/mypy

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from benchmarks.gpu.packing import Packing
 from benchmarks.gpu.setting import GIB, MIB, Geometry, Setting, claim, show
 from quire.kv import STRATEGIES, CacheConfig, Fits, build_accounting, build_storage
 from quire.memory.cuda import CudaMemory
 from quire.memory.cuda.driver import Driver
-from quire.memory.cuda.packing import Packing
 from quire.units import format_bytes
 
 BLOCK_SIZE = 16

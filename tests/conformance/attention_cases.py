@@ -19,7 +19,7 @@ from quire.kv import STRATEGIES, Accounting, CacheConfig, Fits, Storage, build_s
 from quire.kv.storage.entries import dequantize, quantize
 from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.memory import CheckedMemory, MemoryProvider
-from quire.memory.checked import CheckedRegion
+from quire.memory.provider_wrappers import CheckedRegion
 from quire.spec import (
     AttentionSpec,
     ChunkedAttention,

@@ -39,10 +39,10 @@ from quire.kv import (
 from quire.kv.layout import attention_spec
 from quire.kv.storage.entries import dequantize, quantize
 from quire.memory import CheckedMemory, FailingMemory, HostMemory, MemoryProvider
-from quire.memory.checked import CheckedRegion
 from quire.memory.cuda import CudaMemory, CudaRegion
 from quire.memory.host.heaps import HeapRegion
 from quire.memory.machine.probe import resident_bytes
+from quire.memory.provider_wrappers import CheckedRegion
 from quire.spec import ModelSpec
 from quire.spec.layer_specs import dtype_bytes
 

@@ -11,8 +11,7 @@ from llvmlite import ir
 from attention import twins
 from attention.alone import Alone, ending
 from attention.machines import ISAS, isa_or_skip
-from quire.kernels.exponential import exp2
-from quire.kernels.language import INTS, LANES, LINE_BYTES, Code, Int
+from quire.kernels.language import INTS, LANES, LINE_BYTES, Code, Int, exp2
 from quire.kernels.number_formats import KIND_BYTES, kind_factor, load_as, pair_bf16, store_as
 
 DEGREES = {3: 1.6e-4, 4: 4e-6, 5: 1.1e-7, 6: 3e-9}  # relative errors

@@ -8,7 +8,7 @@ import torch
 
 from quire.errors import MemoryUnavailable
 from quire.memory import CheckedMemory, FailingMemory, HostMemory, Region
-from quire.memory.checked import CheckedRegion, CheckedWindow
+from quire.memory.provider_wrappers import CheckedRegion, CheckedWindow
 
 PAGE = HostMemory().page_bytes
 heaps = pytest.mark.skipif(HostMemory().cannot_share is not None, reason="no heaps here")

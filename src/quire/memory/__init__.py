@@ -8,10 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from quire.memory.checked import CheckedMemory
 from quire.memory.host.memory import HostMemory
 from quire.memory.provider import MemoryProvider, Region, Window
-from quire.memory.provider_wrappers import CountedMemory, FailingMemory, LimitedMemory
+from quire.memory.provider_wrappers import (
+    CheckedMemory,
+    CountedMemory,
+    FailingMemory,
+    LimitedMemory,
+)
 from quire.plugins import Registry
 
 if TYPE_CHECKING:

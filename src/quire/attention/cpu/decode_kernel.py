@@ -20,8 +20,7 @@ from llvmlite.ir import Value
 
 from quire.attention.cpu.call_frame import KEYS, TILE, RowShape
 from quire.attention.cpu.thread_code import Thread
-from quire.kernels.exponential import exp2
-from quire.kernels.language import F32, I16, INTS, LANES, LINE_BYTES, LOWEST, Code, Int, Isa
+from quire.kernels.language import F32, I16, INTS, LANES, LINE_BYTES, LOWEST, Code, Int, Isa, exp2
 from quire.kernels.number_formats import KIND_BYTES, load_as
 from quire.units import ceil_div
 

@@ -23,8 +23,19 @@ from llvmlite.ir import Value
 from quire.attention.cpu.call_frame import KEYS, WORD_BYTES, PanelShape
 from quire.attention.cpu.thread_code import Thread
 from quire.kernels import amx
-from quire.kernels.exponential import exp2
-from quire.kernels.language import F32, I16, I32, INTS, LANES, LINE_BYTES, LOWEST, Code, Int, Isa
+from quire.kernels.language import (
+    F32,
+    I16,
+    I32,
+    INTS,
+    LANES,
+    LINE_BYTES,
+    LOWEST,
+    Code,
+    Int,
+    Isa,
+    exp2,
+)
 from quire.kernels.number_formats import KIND_BYTES, load_as, narrow, pair_bf16
 
 # -- softmax ---------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from quire.attention.cpu.decode_kernel import write_rows, write_single
 from quire.attention.cpu.prefill_kernel import RowCopy, copy_rows, write_panels, write_several
 from quire.attention.cpu.thread_code import Thread
 from quire.kernels import amx
-from quire.kernels.exponential import exp2
-from quire.kernels.language import F32, I32, LANES, LINE_BYTES, LOG2_E, Code, Int, Isa
+from quire.kernels.language import F32, I32, LANES, LINE_BYTES, LOG2_E, Code, Int, Isa, exp2
 from quire.kernels.number_formats import KIND_BYTES, kind_factor, store_as
 
 # -- parts merged ----------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from llvmlite.ir import Value
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.exponential import exp2
-from quire.kernels.language import LOG2_E, Code
+from quire.kernels.language import LOG2_E, Code, exp2
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 # Of erfc in t = 1 / (1 + |x| / 2): its error is below 1.2e-7 of the value everywhere.

@@ -24,8 +24,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from quire.errors import UnsupportedModel
 from quire.kv import Accounting, Storage
 from quire.layers.watch import Place
-from quire.models.states.mixers import Forward, Mixer, Output, Parts, find_mixers
-from quire.models.states.settling import settle
+from quire.models.states.mixers import Forward, Mixer, Output, Parts, find_mixers, settle
 from quire.models.states.state_batch import PlacedRows, PlacedStates, RowSlots, state_groups
 from quire.models.weight_placement import device_of
 from quire.spec import RecurrentState

@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.gpu.packing import Packing
 from quire.errors import ConfigError
-from quire.memory.cuda.packing import Packing
 
 MIB = 2**20
 
