@@ -26,7 +26,7 @@ import torch
 from hypothesis import settings
 
 import target
-from conformance import named
+from conformance import covering, named
 from quire.errors import ConfigError
 
 settings.register_profile("dev", deadline=None, max_examples=50)
@@ -68,7 +68,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--device {target.device()}: {why}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before those marked `full` are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in covering.beyond_samples(items):
+        item.add_marker(pytest.mark.full)
     if named.is_chosen():
         others = [item for item in items if not named.concerns(item)]
         items[:] = [item for item in items if named.concerns(item)]

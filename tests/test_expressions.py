@@ -135,6 +135,7 @@ def test_each_has_a_text_that_it_matches() -> None:
     )
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("pattern", SEEDS, ids=repr)
 def test_none_takes_longer_than_the_text_is_long(pattern: str | bytes) -> None:
     attack(pattern, SEEDS[pattern], found()[pattern], within_s=_AT_MOST_S)

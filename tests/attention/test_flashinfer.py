@@ -52,6 +52,7 @@ def wide_case(
     return make_case(spec, **{**options, **given})
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("kind", ["full", "sliding", "latent"])
 @pytest.mark.parametrize("strategy", STORED)

@@ -129,6 +129,7 @@ for call in (lambda: case.attend(backend, scale=0.1), lambda: writer(*entries)):
 """
 
 
+@pytest.mark.full
 def test_a_process_of_its_own_works_and_a_forked_child_of_it_is_told(use_threads: Threads) -> None:
     use_threads(2)
     case = one_case(0)

@@ -25,6 +25,7 @@ def ticking() -> Callable[[], float]:
     return lambda: next(moments) * TICK_S
 
 
+@pytest.mark.full
 def test_steps_that_all_take_a_tick_are_a_tick_each(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def test_content_stands_beside_calls(case: Case, calls: Any, cuts: list[int]) ->
     assert found.content == "Let me look.Done < and [ said."
 
 
+@pytest.mark.sampled(10)
 @ANY_CASE
 @settings(max_examples=15, deadline=None)
 @given(

@@ -55,6 +55,7 @@ def test_here_it_prints_vllms_table_and_what_the_cache_took(
     assert out[-1] == "=" * 50
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["contiguous", "growing", "paged", "virtual"])
 def test_as_json_it_has_vllms_keys_and_adds_up(
     strategy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -85,6 +85,7 @@ def test_generate_streams_text_and_ends_with_the_table(
         assert word in out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["contiguous", "growing", "paged", "virtual"])
 def test_generate_as_json_adds_up(
     strategy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -74,6 +74,40 @@ def only(values: Iterable[Any], *kept: Any) -> list[Any]:
     return [pytest.param(v, marks=[] if v in kept else pytest.mark.full) for v in values]
 
 
+def beyond_samples(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Cases of tests marked ``sampled(n)`` that are not among the n that run.
+
+    Those n have as many levels of each parameter as so few can, and then as many pairs of levels.
+    """
+    cases: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        is_sampled = item.get_closest_marker("sampled") and not item.get_closest_marker("full")
+        if is_sampled and isinstance(item, pytest.Function):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [item for several in cases.values() for item in _beyond(several)]
+
+
+def _beyond(cases: list[pytest.Function]) -> list[pytest.Function]:
+    marker = cases[0].get_closest_marker("sampled")
+    assert marker is not None
+    left, levels, pairs = [*cases], set[Any](), set[Any]()
+
+    def news(case: pytest.Function) -> tuple[int, int]:
+        row = _row(case)
+        return len(row.items() - levels), len(pairs_of(row) - pairs)
+
+    for _ in range(min(marker.args[0], len(cases))):
+        best = max(left, key=news)  # of equals the first
+        left.remove(best)
+        levels |= _row(best).items()
+        pairs |= pairs_of(_row(best))
+    return left
+
+
+def _row(case: pytest.Function) -> Row:
+    return {name: repr(level) for name, level in case.callspec.params.items()}
+
+
 def all_pairs(factors: Mapping[str, Sequence[Any]]) -> set[Any]:
     return {
         ((a, x), (b, y))
@@ -82,7 +116,7 @@ def all_pairs(factors: Mapping[str, Sequence[Any]]) -> set[Any]:
     }
 
 
-def pairs_of(row: Row) -> set[Any]:
+def pairs_of(row: Mapping[str, Any]) -> set[Any]:
     return set(combinations(row.items(), 2))
 
 

@@ -94,6 +94,7 @@ def test_the_reference_is_the_formula(strategy: str, kind: str) -> None:
         assert error(got, formula(case, **options)) < 1e-12, (shape, softcap, has_sinks)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.backends("sdpa", EXAMPLE)  # the CPU's, which has more kernels: test_attention_grid
 @pytest.mark.parametrize(("strategy", "dtype"), in_turn(STORED, [*TOLERANCE]))
 @pytest.mark.parametrize("kind", KINDS)

@@ -76,6 +76,7 @@ def test_poison_of_this_suite_is_poison(strategy: str) -> None:
     assert same_bits(got[end:], clean[end:])
 
 
+@pytest.mark.sampled(9)
 @every_kernel
 def test_what_lies_in_fresh_working_memory_changes_no_bit(
     number: int, use_threads: Threads, monkeypatch: pytest.MonkeyPatch

@@ -125,6 +125,7 @@ def formula(case: Case, softcap: float | None, sinks: Tensor | None) -> Tensor:
     return torch.cat(outs)
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("strategy", named.strategies())
 @pytest.mark.parametrize("kind", specs("int8"))

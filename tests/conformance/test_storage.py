@@ -297,6 +297,7 @@ def changes_of(accounting: Accounting) -> list[StorageOp]:
     return changes + accounting.drain()
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", SPECS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_growing_and_forking_carry_all_of_an_entry(option: str, dtype: str) -> None:
@@ -329,6 +330,7 @@ def test_growing_and_forking_carry_all_of_an_entry(option: str, dtype: str) -> N
     store.close()
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", SPECS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_refused_commit_leaves_no_layer_committed(option: str, dtype: str) -> None:

@@ -53,6 +53,7 @@ def texts(llm: LLM, params: Any = GREEDY) -> list[list[int]]:
     return [list(c.token_ids) for c in llm.generate(PROMPTS, params)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", only(MODELS, "lfm2", "mamba2"))
 def test_in_any_company_a_sequence_says_what_it_says_alone(
     name: str, gpu: Gpu, caplog: pytest.LogCaptureFixture
@@ -88,6 +89,7 @@ def test_in_any_company_a_sequence_says_what_it_says_alone(
     assert llm._kv.accounting.held_bytes == 0
 
 
+@pytest.mark.full
 def test_states_that_a_module_keeps_itself(gpu: Gpu) -> None:
     model = zoo.tiny_model("recurrent_gemma")
     want = [without_a_cache(model, prompt) for prompt in PROMPTS]
@@ -97,6 +99,7 @@ def test_states_that_a_module_keeps_itself(gpu: Gpu) -> None:
     assert gpu.num_replays >= 8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", only(STRATEGIES, "growing", "paged"))
 @pytest.mark.parametrize("name", only(["lfm2", "mamba2"], "lfm2"))
 def test_under_every_strategy(name: str, strategy: str, gpu: Gpu) -> None:
@@ -132,6 +135,7 @@ def test_padding_changes_no_state(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(changed == slots for changed, slots in steps)
 
 
+@pytest.mark.full
 def test_who_begins_alike_goes_on_from_a_copy_of_the_state(gpu: Gpu) -> None:
     model = random_model(HYBRIDS["lfm2"]())
     begin = [3 + 7 * i % 90 for i in range(40)]
@@ -184,6 +188,7 @@ def test_who_makes_room_is_swapped_and_comes_back(gpu: Gpu) -> None:
     assert gpu.num_replays >= 8
 
 
+@pytest.mark.full
 def test_a_texts_first_token_has_no_state_and_is_not_replayed(gpu: Gpu) -> None:
     model, _ = lfm2()
     want = without_a_cache(model, [5])
@@ -222,6 +227,7 @@ def test_a_cache_that_began_anew_is_captured_anew(gpu: Gpu) -> None:
     assert len(captured._graphs) >= 1
 
 
+@pytest.mark.full
 def test_a_mixer_that_asks_the_host_runs_without(
     gpu: Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -243,6 +249,7 @@ def test_a_mixer_that_asks_the_host_runs_without(
     assert "not permitted when stream is capturing" in said[0]
 
 
+@pytest.mark.full
 def test_where_no_kernel_leaves_out_padding_there_are_none(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

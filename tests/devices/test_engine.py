@@ -57,6 +57,7 @@ def generated(llm: LLM, params: SamplingParams = GREEDY) -> list[tuple[int, ...]
     return [completion.token_ids for completion in llm.generate(PROMPTS, params)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "each",
     only(
@@ -74,6 +75,7 @@ def test_tokens_are_those_of_generate(each: tuple[str, str], gpu: Gpu) -> None:
     assert generated(llm) == want
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "each",
     only(

@@ -116,6 +116,7 @@ def auto(gpu: Gpu, model: PreTrainedModel, **options: Any) -> LLM:
     return on(gpu, model, **{"attention_backend": "auto", **options})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_kernels_that_fail_are_passed_over_for_torchs(
     fault: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

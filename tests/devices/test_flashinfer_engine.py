@@ -25,6 +25,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         yield found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [

@@ -174,6 +174,7 @@ def test_another_call_does_what_is_missing_and_then_what_failed(scene: Scene, ca
     assert sorted(path.name for path in scene.keep.iterdir()) == ["log.txt", "results.json"]
 
 
+@pytest.mark.full
 def test_each_part_has_a_time_of_its_own(scene: Scene, capfd: Any) -> None:
     parts = {
         "late": Part(limit_s=2, quiet_s=60, files=("some.py",)),
@@ -199,6 +200,7 @@ def test_each_part_has_a_time_of_its_own(scene: Scene, capfd: Any) -> None:
     assert (scene.keep / "log.txt").stat().st_size < 1.1 * run.MOST_LOGGED_BYTES
 
 
+@pytest.mark.full
 def test_what_a_part_leaves_running_is_not_waited_for(scene: Scene) -> None:
     assert scene.play({"one": CHECK}, {"one": [["test", "a"], ["leave"]]}) == 0
     assert scene.kept["one"]["seconds"] < 9
@@ -239,6 +241,7 @@ def test_one_that_hangs_leaves_time_for_the_others() -> None:
         assert not part.is_check or part.quiet_s <= part.limit_s - 60, name
 
 
+@pytest.mark.full
 def test_what_was_cut_off_or_failed_comes_last_the_next_time(scene: Scene) -> None:
     parts = {"late": Part(limit_s=2, quiet_s=60, files=("some.py",))}
     told = [["last"], ["test", "a"], ["test", "b", "failed"], ["test", "c", "hangs"]]
@@ -310,6 +313,7 @@ def test_a_machine_is_known_again_whatever_is_free(monkeypatch: pytest.MonkeyPat
     assert environment._free(emulated=False) == "60.0 of 80.0 GiB"
 
 
+@pytest.mark.full
 def test_an_interrupted_call_leaves_nothing_running(scene: Scene, capfd: Any) -> None:
     """``timeout`` sends SIGTERM, on which the script ends as on ``sys.exit``."""
 
@@ -464,6 +468,7 @@ def test_it_runs_what_it_can(lacks: dict[str, str], parts: dict[str, str], tmp_p
         assert text is OLD or re.search(rf"{name}\S*: ImportError: planted: no such package", out)
 
 
+@pytest.mark.full
 def test_it_needs_no_folder_to_write_to(tmp_path: Path) -> None:
     nowhere = {"HOME": "/proc/home", "TMPDIR": "/proc/tmp", "TRITON_CACHE_DIR": "/proc/triton"}
     code, out = emulated(Path("/proc/keep"), "--only", "bytes", **nowhere, PATH="/nowhere")

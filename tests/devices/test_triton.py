@@ -26,6 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         yield found
 
 
+@pytest.mark.full
 def test_captured_steps_give_the_tokens_of_generate(gpu: Gpu) -> None:
     config = CONFIGS["gemma3"]()
     config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]  # a layer of each kind

@@ -63,6 +63,7 @@ def test_tokens_are_those_of_generate(name: str) -> None:
         assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == want
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_encoder_decoders_read_their_sources_there(name: str) -> None:
     model = tiny_reader(name)
@@ -77,6 +78,7 @@ def test_encoder_decoders_read_their_sources_there(name: str) -> None:
         assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == want
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kept_as", "strategy"), in_turn(["fp8", "int8_per_token_head"], ["virtual", "paged"])
 )
@@ -90,6 +92,7 @@ def test_eight_bits_are_the_same_there(kept_as: str, strategy: str) -> None:
         assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == want
 
 
+@pytest.mark.full
 def test_a_draft_model_guesses_there() -> None:
     model, draft = tiny_model("llama"), tiny_model("llama", seed=3)
     want = [own(model, prompt) for prompt in PROMPTS]
@@ -105,6 +108,7 @@ def test_a_draft_model_guesses_there() -> None:
         assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == want
 
 
+@pytest.mark.full
 def test_who_makes_room_is_swapped_and_comes_back() -> None:
     model = tiny_model("llama")
     want = [own(model, prompt) for prompt in PROMPTS]

@@ -23,6 +23,7 @@ def best_s(load: Load, prices: StepCosts) -> float:
     return min(play(load, prices, headroom=share).seconds for share in FIXED.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("number", "table"), in_turn(range(10), [*TABLES], kept=[2, 3, 4, 7, 9]))
 def test_on_ten_loads_costs_decide_as_well_as_the_best_of_three(number: int, table: str) -> None:
     load, prices = ten_loads(1, SCALES[number])[number], TABLES[table]
@@ -31,6 +32,7 @@ def test_on_ten_loads_costs_decide_as_well_as_the_best_of_three(number: int, tab
     assert play(load, prices, costs=known).seconds <= goal_s
 
 
+@pytest.mark.full
 @given(seed=st.integers(0, 2**32))
 @settings(deadline=None, max_examples=3, derandomize=True, database=None)
 def test_no_load_takes_much_longer_than_with_the_best_of_three(seed: int) -> None:

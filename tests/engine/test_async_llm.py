@@ -219,6 +219,7 @@ LEAVING = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("leave", "strategy"), in_turn(LEAVING, ["paged", "virtual"]))
 def test_who_leaves_gives_back_its_own_and_leaves_what_is_shared(
     leave: Callable[[AsyncLLM, list[int]], Awaitable[None]], strategy: str

@@ -123,6 +123,7 @@ def assert_all_is_given_back(llm: LLM) -> None:
 # -- what is found --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "ends", "length_penalty"),
     [
@@ -142,6 +143,7 @@ def test_it_finds_what_transformers_finds(
         assert_all_is_given_back(llm)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("early_stopping", [True, False])
 @pytest.mark.parametrize("length_penalty", [1.0, 2.0, -1.0])
 def test_it_ends_early_as_transformers_does(early_stopping: bool, length_penalty: float) -> None:
@@ -234,6 +236,7 @@ def test_text_in_text_out() -> None:
 # -- where it lies, and beside whom ---------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

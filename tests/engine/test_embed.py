@@ -66,6 +66,7 @@ def test_they_are_the_models_own_last_hidden_states(name: str) -> None:
         assert llm.memory.committed_bytes == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

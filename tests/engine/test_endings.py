@@ -59,6 +59,7 @@ def small(**options: Any) -> LLM:
 # -- a text that cannot be decoded ----------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("max_tokens", [1, 5])
 @pytest.mark.parametrize("speculative", [None, '{"method": "ngram"}'])
 def test_a_token_that_cannot_be_decoded_ends_its_own_text(

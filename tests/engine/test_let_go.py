@@ -96,6 +96,7 @@ def without_collector() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("way", "options"),
     [

@@ -365,6 +365,7 @@ def test_private_ranges_give_the_same(name: str) -> None:
 # -- when memory is short -------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "name"), in_turn([*STRATEGIES], ["llama", "gemma3", "deepseek_v3"])
 )
@@ -443,6 +444,7 @@ def test_who_outgrows_the_cache_ends_alone_with_its_text_so_far(strategy: str) -
         assert (completion.token_ids, completion.detail) == (written, end.detail)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("strategy", "at"), in_turn([*STRATEGIES], [1, 3]))
 def test_pages_that_the_system_refuses_disturb_no_request(strategy: str, at: int) -> None:
     """Accounting counts on pages that do not exist: the cache begins anew, and all in it."""

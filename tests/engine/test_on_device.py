@@ -58,6 +58,7 @@ def alone(name: str, which: int) -> tuple[list[int], list[float]]:
     return out.sequences[0, prompt.shape[1] :].tolist(), gaps
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "cache"), in_turn(MODELS, [*CACHES]))
 def test_every_strategy_gives_the_tokens_of_generate(name: str, cache: str) -> None:
     provider = target.memory()

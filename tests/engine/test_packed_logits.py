@@ -105,6 +105,7 @@ def run_schedule(name: str, strategy: str) -> tuple[list[tuple[int, int, Tensor]
     return rows, num_mixed
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "strategy"), in_turn(CONFIGS, [*STRATEGIES, SHARED]))
 def test_logits_equal_the_model_alone(name: str, strategy: str) -> None:
     rows, num_mixed = run_schedule(name, strategy)

@@ -68,6 +68,7 @@ def assert_all_is_given_back(llm: LLM) -> None:
     assert llm.memory.committed_bytes == 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "strategy", "options"),
     [*(("llama", *case) for case in CASES), ("gemma3", "paged", {}), ("gemma3", "virtual", {})],
@@ -90,6 +91,7 @@ def test_greedy_choices_are_one_text(strategy: str) -> None:
             assert others == [first, first]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("strategy", "options"), CASES)
 def test_a_prompt_is_held_once_where_blocks_are(strategy: str, options: dict[str, Any]) -> None:
     """Right after the prompt, and at most one block each more when all have written a token."""
@@ -107,6 +109,7 @@ def test_a_prompt_is_held_once_where_blocks_are(strategy: str, options: dict[str
         assert_all_is_given_back(llm)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "max_num_seqs"),
     [("contiguous", 2), ("growing", 2), ("paged", 1), ("paged", 3), ("virtual", 2)],
@@ -139,6 +142,7 @@ def test_too_little_memory_for_all_changes_no_choice(each: tuple[str, str]) -> N
         assert_all_is_given_back(llm)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("after", [0, 1, 4])
 @pytest.mark.parametrize("ended", [0, 1, 3])
 def test_who_is_aborted_leaves_the_others_as_they_are(ended: int, after: int) -> None:

@@ -38,6 +38,7 @@ _SAMPLED = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("option", only(OPTIONS, *_SAMPLED))
 def test_a_sequence_always_gets_on(option: str) -> None:
     run_state_machine_as_test(lambda: SchedulerMachine(option), settings=SETTINGS)

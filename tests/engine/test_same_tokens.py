@@ -24,6 +24,7 @@ def _recorded_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # "growing" and "virtual-shared": on an emulated device, in test_device_memory.py.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "cache", only([*STRATEGIES, "virtual-shared"], "contiguous", "paged", "virtual")
 )

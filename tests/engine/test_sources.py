@@ -82,6 +82,7 @@ def test_texts_tell_sources_apart(name: str) -> None:
     assert all(len(set(text)) > 2 for text in expected(name))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("cache", "name"), in_turn([*CACHES], ["t5", "bart", "marian", "whisper"]))
 def test_greedy_tokens_are_those_of_generate(name: str, cache: str) -> None:
     """Four sources of different lengths at once, and each by itself."""

@@ -101,6 +101,7 @@ def speculative(how: str, name: str) -> dict[str, Any]:
 EACH = [("llama", strategy) for strategy in STRATEGIES] + [("gemma3", "paged")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("each", "how"), in_turn([*EACH, ("deepseek_v3", "virtual")], ["ngram", "draft_model"])
 )

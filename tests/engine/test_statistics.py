@@ -52,6 +52,7 @@ def llm() -> Iterator[LLM]:
 # -- against the twin -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", only(range(2), 1))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_twin_counts_the_same(name: str, seed: int) -> None:
@@ -233,6 +234,7 @@ def spoil(llm: LLM, victim: list[int], value: float, after: int) -> None:
     llm.engine._runner.run = spoiled  # type: ignore[method-assign]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("value", "cache"), in_turn([torch.nan, torch.inf, -torch.inf], ["paged", "virtual", "growing"])
 )

@@ -60,6 +60,7 @@ def undisturbed(name: str, **options: Any) -> list[tuple[int, ...]]:
     return texts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("cache", "name"), in_turn(CACHES, ["gemma3", "llama"]))
 def test_preempted_sequences_go_on_with_the_same_tokens(
     cache: str, name: str, tmp_path: Path
@@ -82,6 +83,7 @@ def test_preempted_sequences_go_on_with_the_same_tokens(
             assert stats.num_recomputed_tokens == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kept_as", ["int8_per_token_head", "fp8", "bfloat16"])
 @pytest.mark.parametrize("cache", ["growing", "paged", "virtual, shared"])
 def test_codes_come_back_with_their_scales(cache: str, kept_as: str) -> None:
@@ -109,6 +111,7 @@ def test_codes_come_back_with_their_scales(cache: str, kept_as: str) -> None:
         accounting.free(7)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kept_as", ["auto", "int8_per_token_head"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "falcon_h1"])
 def test_a_buffer_of_a_gpu_holds_every_layer_and_hardly_more(

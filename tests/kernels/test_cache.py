@@ -423,6 +423,7 @@ def many_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[i
     return {"together": [int(n) for n in words[1:5]], "after": [int(words[6])], **found}
 
 
+@pytest.mark.full
 def test_processes_that_compile_at_once_do_not_disturb_each_other(
     many_processes: dict[str, list[int]],
 ) -> None:

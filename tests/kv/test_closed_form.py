@@ -70,6 +70,7 @@ def config_for(spec: ModelSpec, **options: Any) -> CacheConfig:
 _LONG = "google/gemma-3n-E2B-it"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", only(MODELS, *(name for name in MODELS if name != _LONG)))
 def test_groups_take_what_their_specs_say(name: str) -> None:
     """``paged``, in long steps and then by one token."""

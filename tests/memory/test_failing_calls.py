@@ -197,6 +197,7 @@ REPEATED = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("number", [errno.ENOMEM, *REPEATED], ids=errno.errorcode.get)
 def test_one_call_fails(name: str, number: int, faults: Faults) -> None:
     files = heap_files()
@@ -214,6 +215,7 @@ def test_one_call_fails(name: str, number: int, faults: Faults) -> None:
         leave(scene, faults, files)
 
 
+@pytest.mark.sampled(3)
 def test_all_calls_fail_from_one_on(
     name: str, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -319,6 +321,7 @@ def test_private_memory_works_at_the_limit_of_mappings() -> None:
     )
 
 
+@pytest.mark.full
 def test_windows_reach_the_limit_of_mappings_and_come_back_from_it() -> None:
     if (why := HostMemory().cannot_share) is not None:
         pytest.skip(f"no heaps: {why}")

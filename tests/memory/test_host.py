@@ -110,6 +110,7 @@ def test_a_forked_child_sees_zeros_and_shares_no_page() -> None:
     )
 
 
+@pytest.mark.full
 @linux
 def test_what_a_forked_child_does_changes_nothing_here() -> None:
     run(

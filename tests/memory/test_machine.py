@@ -147,6 +147,7 @@ def test_an_old_kernel_says_little_and_that_is_enough() -> None:
     assert machine.nodes == ()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(path.name for path in MACHINES.iterdir()))
 def test_any_file_may_vanish_or_be_odd(name: str, tmp_path: Path) -> None:
     """But for /proc/meminfo, whose absence means that this is no such system."""

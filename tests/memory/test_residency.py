@@ -400,6 +400,7 @@ def test_touching_beside_work_loses_no_page() -> None:
     assert resident(region) in (0, None)
 
 
+@pytest.mark.full
 @linux
 @pytest.mark.parametrize("heap_bytes", only([None, 1 << 16], 1 << 16))
 def test_a_forked_child_keeps_nothing_and_takes_nothing(heap_bytes: int | None) -> None:
@@ -453,6 +454,7 @@ def test_a_forked_child_keeps_nothing_and_takes_nothing(heap_bytes: int | None) 
 # -- under the engine
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", only(["paged", "contiguous", "virtual"], "paged"))
 def test_an_engine_over_prefaulted_memory_asks_the_system_for_nothing_more(strategy: str) -> None:
     prompts = ["def add(a, b):\n", "import os\n", "def add(a, c):\n"]

@@ -97,6 +97,7 @@ def reference(name: str, mode: str) -> Tensor:
     return MODES[mode](model, DynamicCache(config=model.config))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("strategy", "name", "mode"), by_pairs(strategy=STORED, name=[*CONFIGS], mode=[*MODES])
 )
@@ -168,6 +169,7 @@ class Pair:
             getattr(kept, verb)(argument)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "strategy"), in_turn(["llama", "gemma3"], STORED, each=2))
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
@@ -282,6 +284,7 @@ def test_beams_share_blocks(strategy: str) -> None:
 # -- life and errors ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", STORED)
 def test_nothing_is_taken_before_and_all_is_given_back_after(strategy: str) -> None:
     model = model_named("llama")

@@ -119,6 +119,7 @@ def reference(name: str, mode: str) -> Tensor:
     return MECHANISMS[name][mode](model, DynamicCache(config=model.config))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "strategy"), in_turn(MECHANISMS, STORED))
 def test_the_same_tokens(strategy: str, name: str) -> None:
     model = model_named(name)
@@ -276,6 +277,7 @@ def test_states_go_where_their_rows_go(data: st.DataObject) -> None:
     assert memory.committed_bytes == memory.reserved_bytes == 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "records"), [("falcon_h1", False), ("lfm2", True)])
 @pytest.mark.parametrize("strategy", STORED)
 def test_rows_are_repeated_and_chosen_in_every_layer(

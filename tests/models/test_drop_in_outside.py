@@ -69,6 +69,7 @@ def theirs(name: str) -> DynamicCache:
 # -- what layers hold -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "stored"), in_turn(["gemma3", "deepseek_v3"], STORED, each=2))
 def test_keys_and_values_are_what_transformers_would_keep(stored: str, name: str) -> None:
     """After beams too, of which a row's tokens lie in several ranges; and they stay."""
@@ -146,6 +147,7 @@ class Family:
             assert usage.committed_bytes == memory.committed_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "stored"), in_turn(["llama", "gemma3"], STORED, each=2))
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
@@ -198,6 +200,7 @@ def run(name: str, kept: Any, ids: Tensor) -> Tensor:
     return logits
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "stored"), in_turn(["llama", "falcon_h1", "mamba", "lfm2"], STORED, each=2)
 )

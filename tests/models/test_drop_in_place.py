@@ -57,6 +57,7 @@ def generate(kept: Any, ids: Tensor, mask: Tensor, name: str = "llama", **mode: 
     return result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_decode_step_gathers_nothing(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are padded on the left too, and beams where blocks are shared."""
@@ -116,6 +117,7 @@ class Steps:
         return tuple(x[:, :, x.shape[2] - count :] for x in self.plain[layer])  # type: ignore
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "strategy"), in_turn(["llama", "gemma3"], [*STRATEGIES], each=2))
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())

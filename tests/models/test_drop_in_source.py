@@ -72,6 +72,7 @@ def test_texts_tell_sources_apart(name: str) -> None:
     assert min(len(set(first)), len(set(second))) > 2
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])

@@ -142,6 +142,7 @@ def counted(model: PreTrainedModel) -> Iterator[Counter[str]]:
 # -- what it gives --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_the_models_own_and_nothing_is_expanded(name: str) -> None:
     model = model_of(name)
@@ -159,6 +160,7 @@ def test_logits_are_the_models_own_and_nothing_is_expanded(name: str) -> None:
         assert not +seen
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("backend", ["cpu", "sdpa", "reference"])
 def test_every_backend_reads_them_from_every_strategy(strategy: str, backend: str) -> None:

@@ -61,6 +61,7 @@ def unrecorded_texts(model: PreTrainedModel, **options: Any) -> list[tuple[int, 
 # -- the same tokens ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_says_the_same(name: str) -> None:
     model = shared_model(name)
@@ -173,6 +174,7 @@ def change_forward(model: PreTrainedModel) -> None:
 CHANGES = (change_in_place, change_parameter, change_place, change_layer, change_forward)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_holds_from_the_next_step_on(change: Callable[[PreTrainedModel], None]) -> None:
     model = tiny_model("llama")
@@ -252,6 +254,7 @@ REASONS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("does", REASONS)
 def test_what_differs_from_step_to_step_is_not_recorded(
     does: Callable[[Tensor], Tensor],

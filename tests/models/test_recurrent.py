@@ -160,6 +160,7 @@ def forwards(model: PreTrainedModel) -> list[str]:
 # -- the same tokens as alone ---------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", only(HYBRIDS, "falcon_h1", "lfm2", "qwen3_next"))
 def test_in_any_company_a_sequence_says_what_it_says_alone(name: str) -> None:
     """Chunk by chunk, beside others, begun anew after it has made room, beside one that leaves."""
@@ -192,6 +193,7 @@ def test_in_any_company_a_sequence_says_what_it_says_alone(name: str) -> None:
     assert forwards(model) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", only(STRATEGIES, "contiguous", "growing"))
 def test_under_every_strategy(
     hybrid: PreTrainedModel, alone: list[list[int]], strategy: str
@@ -229,6 +231,7 @@ def test_beams_go_on_from_copies_of_states(hybrid: PreTrainedModel) -> None:
 # -- prefixes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "cache"),
     [
@@ -302,6 +305,7 @@ def failing_once(owner: Any, name: str, at: int, *, late: bool) -> Iterator[None
     assert left[0] <= 0, "there were not so many calls"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("at", "late"), [(3, False), (8, True)])
 def test_a_step_computed_again_gives_the_same(
     hybrid: PreTrainedModel, alone: list[list[int]], at: int, late: bool
@@ -504,6 +508,7 @@ def test_speculation_is_refused(hybrid: PreTrainedModel) -> None:
         llm_of(tiny_model("llama"), speculative_config=draft)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("strategy", "name"), in_turn([*STRATEGIES], [*PURE]))
 def test_a_model_of_recurrent_layers_alone(name: str, strategy: str) -> None:
     model = random_model(PURE[name]())

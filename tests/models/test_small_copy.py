@@ -96,6 +96,7 @@ def taken(name: str, change: Callable[[LoadedModel], LoadedModel] = lambda loade
         return "none"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_passes_as_it_is(name: str) -> None:
     assert taken(name) == "table"
@@ -120,6 +121,7 @@ def reaching(by: int) -> Callable[[LoadedModel], LoadedModel]:
     return change
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "by"), in_turn(["sliding", "sliding and full", "sinks", "chunked"], [-1, 1])
 )
@@ -127,6 +129,7 @@ def test_a_window_that_is_one_off_is_seen(name: str, by: int) -> None:
     assert taken(name, reaching(by)) != "table"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "by"), in_turn(KINDS, [-1, 1]))
 def test_a_position_that_is_one_off_is_seen(
     name: str, by: int, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +141,7 @@ def test_a_position_that_is_one_off_is_seen(
     assert taken(name) == "none"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "what"), in_turn(KINDS, ["scale", "heads"]))
 def test_another_scale_and_heads_of_a_neighbour_are_seen(
     name: str, what: str, monkeypatch: pytest.MonkeyPatch

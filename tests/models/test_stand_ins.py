@@ -48,6 +48,7 @@ def outside(model: PreTrainedModel) -> list[Any]:
     return [(n, m, sorted(d), f.__func__, f.__self__) for n, m, d, f in parts] + python
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_says_the_same(name: str, dtype: torch.dtype) -> None:

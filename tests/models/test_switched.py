@@ -173,6 +173,7 @@ def owner() -> Iterator[Owner]:
     owner.undo()  # what it has done in files and classes of others
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("switch", only(SWITCHES, "adapter", "function", "hook", "kind", "norm"))
 def test_a_switch_holds_from_the_next_step_on(owner: Owner, switch: str) -> None:
     """For recordings, for stand-ins and for keys and values in the prefix cache."""

@@ -167,6 +167,7 @@ def test_entries_kept_in_fewer_bits(name: str, kept_as: str) -> None:
         assert deviation(world, kept_as=kept_as) <= 10 * TOLERANCE
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("way", ["gathered", "alone"])  # tables: engine/test_packed_logits.py
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
@@ -213,6 +214,7 @@ def test_a_fork_and_a_cached_prefix_are_read_like_tokens_of_ones_own(name: str) 
         assert (got - wanted).abs().max() / want.abs().max() <= TOLERANCE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SLOWER)
 def test_tokens_are_those_of_generate(name: str) -> None:
     model, prompts = model_of(name), [tokens(1, n, seed=n)[0].tolist() for n in (24, 2, 33)]

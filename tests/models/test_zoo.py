@@ -49,6 +49,7 @@ def test_the_page_names_every_class_once() -> None:
 _ELSEWHERE = ("recurrent_gemma", "longcat_flash", "gemma4_text")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "model_type", only(MECHANISMS, *(name for name in MECHANISMS if name not in _ELSEWHERE))
 )

@@ -54,6 +54,7 @@ def share_a_prefix(frame: Frame) -> bool:
     return "s" in frame.cells[0].states and len(frame.sequences) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "strategy", only(["paged", "virtual", "contiguous", "growing"], "virtual", "growing")
 )

@@ -120,6 +120,7 @@ async def responses(client: Client, form: str) -> tuple[str, str, str, dict[str,
     return found["reasoning"], found["message"], found["function_call"], answer["usage"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("parser", ["qwen3", "openai_gptoss"])
 def test_a_form_begins_where_the_reasoning_ends(parser: str, prompt: str) -> None:

@@ -40,6 +40,7 @@ os._exit(0)  # to take the libraries apart takes longer than some of this
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc says how much it has given out")
 def test_fifty_new_lengths_leave_next_to_nothing() -> None:
     """It was 120 megabytes where torch kept a way for each, and is one."""

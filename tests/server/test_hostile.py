@@ -203,6 +203,7 @@ UNFINISHED = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("path", "body"), UNFINISHED)
 def test_unfinished_bodies_of_one_key_refuse_no_other(path: str, body: Any) -> None:
     async def ask() -> None:
@@ -227,6 +228,7 @@ def test_unfinished_bodies_of_one_key_refuse_no_other(path: str, body: Any) -> N
     run(ask())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("path", "body"), UNFINISHED)
 def test_headers_alone_of_one_key_take_no_place_of_anothers(path: str, body: Any) -> None:
     """Nor more of its own than it may have under way."""

@@ -136,6 +136,7 @@ def test_cells_appear_are_shared_and_go(seen: Seen) -> None:
     assert "stopped" in page.inner_text("#answers")
 
 
+@pytest.mark.full
 def test_all_of_it_works_with_the_keyboard(seen: Seen) -> None:
     page = seen.page
     page.focus("#prompt")
@@ -221,6 +222,7 @@ CUT_OFF = """() => [...document.querySelectorAll("body *")].filter((element) => 
 }).map((element) => element.outerHTML.slice(0, 80))"""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_it_can_be_read_in_both_schemes_and_on_a_phone(seen: Seen, scheme: str, width: int) -> None:
@@ -260,6 +262,7 @@ def test_a_tenant_sees_its_own_cells(seen: Seen) -> None:
     page.click("#stop")
 
 
+@pytest.mark.full
 def test_who_does_not_look_is_no_viewer(seen: Seen) -> None:
     """A page in the background leaves the feed, and comes back to it."""
     page = seen.page

@@ -61,6 +61,7 @@ def test_a_stop_lets_in_nobody_and_what_runs_finishes() -> None:
             assert private not in process.log
 
 
+@pytest.mark.full
 def test_what_still_runs_after_the_timeout_is_aborted_and_told() -> None:
     with (
         running("--shutdown-timeout", "0.2", "--host", "0.0.0.0") as process,

@@ -212,6 +212,7 @@ async def ask_seconds(client: Client, file: bytes) -> int:
     return seconds
 
 
+@pytest.mark.full
 def test_a_long_one_is_cut_where_it_is_quiet(
     model: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

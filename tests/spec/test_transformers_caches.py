@@ -190,6 +190,7 @@ def tiny_config(model_type: str) -> Any:
     return transformers.AutoConfig.for_model(model_type, **stated)
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("model_type", TINY)
 def test_the_cache_holds_what_the_spec_says(model_type: str) -> None:
     config = tiny_config(model_type)

@@ -111,6 +111,7 @@ def test_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         list(open_trace(path))
 
 
+@pytest.mark.full
 def test_memory_is_flat_in_the_length_of_a_file(tmp_path: Path) -> None:
     line = files.rows(files.MOONCAKE[:1])
     peaks = []

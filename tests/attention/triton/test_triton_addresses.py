@@ -71,6 +71,7 @@ def outside(touched: list[Any], allowed: list[npt.NDArray[np.int64]]) -> npt.NDA
     return np.setdiff1d(np.concatenate(touched), np.concatenate(allowed))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "strategy", "kept", "num_splits"),
     [

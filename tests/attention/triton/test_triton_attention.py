@@ -79,6 +79,7 @@ def check(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(got, want) <= TOLERANCE[got.dtype]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("number", range(len(SAMPLE)))
 def test_the_kernels_give_what_the_formula_gives(
     number: int, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,7 @@ def check(architecture: int, kinds: list[str], cache: Path, triton: Path | None 
             assert row["tensor_cores"], row
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("architecture", "kinds"),
     [

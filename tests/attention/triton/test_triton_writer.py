@@ -33,6 +33,7 @@ def both(strategy: str, kept: str, source: str, *, latent: bool = False) -> None
         storage.close()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kept", ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_writer_leaves_torch_s_bits(source: str, kept: str) -> None:

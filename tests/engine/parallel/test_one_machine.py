@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 MIB = 2**20
 
 
+@pytest.mark.full
 def test_ranks_end_with_the_process_that_started_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

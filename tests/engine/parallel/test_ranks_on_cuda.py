@@ -101,6 +101,7 @@ def test_windows_experts_and_latents(folder: Folder, name: str) -> None:
     assert generated(folder.ranked(name), PROMPTS, GREEDY) == expected(folder, name)
 
 
+@pytest.mark.full
 def test_samples_with_a_seed_are_chosen_on_the_device(folder: Folder) -> None:
     params = SamplingParams(temperature=0.8, seed=7, n=2, max_tokens=6, logprobs=2)
     want = expected(folder, "llama", params)

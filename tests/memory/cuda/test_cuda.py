@@ -414,6 +414,7 @@ def test_addresses_go_with_the_call_after_the_last_tensor(
     assert driver.reserved_bytes == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("drop", [lambda region: None, lambda region: region.close()])
 def test_nothing_is_left_when_all_is_dropped(
     driver: EmulatedDriver, drop: Callable[[CudaRegion], None]

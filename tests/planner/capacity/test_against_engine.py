@@ -57,6 +57,7 @@ def checked(model: Any, folder: Path, strategy: str = "paged") -> list[Check]:
     return validate(adopt(model), subject, config, here(), ASKED, strategies=[strategy])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore")
 # A kind of memory each; deepseek_v3 and qwen3_next are below.
 @pytest.mark.parametrize(
@@ -68,6 +69,7 @@ def test_the_plan_of_its_files_is_what_the_engine_takes(name: str, tmp_path: Pat
     assert {check.what for check in checks} >= {"weights", "paged: KV memory"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_in_every_strategy_after_every_step(strategy: str, tmp_path: Path) -> None:
     checks = checked(tiny("gemma3"), tmp_path, strategy)
@@ -76,6 +78,7 @@ def test_in_every_strategy_after_every_step(strategy: str, tmp_path: Path) -> No
     assert len(exact) >= len(checks) - 1  # of the weights, tables that no file holds
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "name"), in_turn(sorted(STRATEGIES), ["gemma3", "deepseek_v3"])
 )

@@ -218,6 +218,7 @@ main()
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", ["h100", "cpu"])
 def test_no_torch_and_no_transformers_are_needed(device: str) -> None:
     code = WITHOUT_TORCH.replace("DEVICE", repr(device))

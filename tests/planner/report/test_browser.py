@@ -60,6 +60,7 @@ def open_page(browser: Any, file: Path) -> Iterator[Any]:
     assert asked == [file.as_uri()] * len(contexts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1240, 390])
 def test_it_fits(open_page: Any, scheme: str, width: int) -> None:
@@ -108,6 +109,7 @@ def test_a_plot_says_what_is_pointed_at(open_page: Any) -> None:
     assert says.inner_text() == ""
 
 
+@pytest.mark.full
 def test_without_scripts_nothing_is_lost(open_page: Any) -> None:
     page = open_page(java_script_enabled=False)
     assert page.locator("svg").count() == 14

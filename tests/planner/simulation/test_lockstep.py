@@ -164,6 +164,7 @@ def chunks_of(plan: StepPlan) -> tuple[tuple[int, int, int, int], ...]:
     return tuple((c.sequence.seq_id, c.start, c.stop, c.num_restored) for c in plan.chunks)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("strategy", "blocks"),
     [
