@@ -52,7 +52,7 @@ def isa(cpu: str, features: str) -> Isa:
 
 
 class Kernels:
-    """Machine code for one machine, by name. Its addresses are good as long as this lives.
+    """Machine code for one machine, by name. Its addresses are good until the process ends.
 
     ``folder`` is where it is kept (None: ~/.cache/quire); ``sources`` is that of the modules that
     write the kernels, if it is not this one.
@@ -82,7 +82,7 @@ class Kernels:
         image = self._kept.read(key)
         if image is not None:
             try:
-                return self._link(key, image)
+                return _linked(key, self.isa, image)
             except RuntimeError as error:
                 self._kept.warn(f"LLVM cannot load what was kept for {name} ({error})")
         log.info("compiling for %s: %s", self.isa.cpu, name)
@@ -90,16 +90,21 @@ class Kernels:
         write(module)
         image = _compile(module, self.isa)
         self._kept.write(key, image)
-        return self._link(key, image)
+        return _linked(key, self.isa, image)
 
-    def _link(self, key: str, image: bytes) -> tuple[llvm.ResourceTracker, int]:
-        """Link an object file. Raises: RuntimeError where it is none with a "work" in it."""
-        # The other linker takes its pieces of memory where there is room: between reservations as
-        # large as caches they may lie too far apart for a 32-bit distance, which it asserts.
-        jit = llvm.create_lljit_compiler(_target(self.isa), use_jit_link=True)
-        builder = llvm.JITLibraryBuilder().add_object_img(image).export_symbol("work")
-        library = builder.link(jit, key)
-        return library, library["work"]
+
+@cache
+def _linked(key: str, isa: Isa, image: bytes) -> tuple[llvm.ResourceTracker, int]:
+    """Link an object file, once for the process: its engines share the code.
+
+    Raises: RuntimeError where it is none with a "work" in it.
+    """
+    # The other linker takes its pieces of memory where there is room: between reservations as
+    # large as caches they may lie too far apart for a 32-bit distance, which it asserts.
+    jit = llvm.create_lljit_compiler(_target(isa), use_jit_link=True)
+    builder = llvm.JITLibraryBuilder().add_object_img(image).export_symbol("work")
+    library = builder.link(jit, key)
+    return library, library["work"]
 
 
 def _own_folder() -> Path | None:
