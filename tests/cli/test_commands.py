@@ -134,7 +134,7 @@ def test_compare_prints_a_row_a_strategy_and_draws_them(
     for strategy in ("contiguous", "growing", "paged", "virtual"):
         assert strategy in out
         assert strategy in words
-    assert "Same text under all four strategies: yes" in out
+    assert "Same text under all 4 strategies: yes" in out
 
 
 @pytest.mark.parametrize(

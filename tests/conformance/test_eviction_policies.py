@@ -6,8 +6,10 @@ every answer is compared with.
 """
 
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -260,13 +262,41 @@ def test_the_suite_runs_the_policy_that_is_named_and_no_other() -> None:
         test_a_policy_evicts_in_its_order_what_may_go("wrong", 1, 1)
 
 
-def test_a_score_that_is_not_a_number_is_an_error() -> None:
+@pytest.mark.parametrize("wrong", [float("nan"), (0, float("nan")), None, (1, None), "1", [1]])
+def test_a_score_that_is_not_a_number_is_an_error(wrong: Any) -> None:
     class Broken(ScoredPolicy):
         def score(self, block: CachedBlock, now: int) -> Score:
-            return float("nan")
+            return wrong  # type: ignore[no-any-return]
 
-    with pytest.raises(ValueError, match=r"Broken.score gives NaN for .*block=3"):
+    said = re.escape(f"Broken.score gives {wrong!r} for ") + ".*block=3"
+    with pytest.raises(ValueError, match=said):
         let_go(Broken(policy_pool(8)), 1, 3)
+
+
+def test_numpy_s_numbers_are_scores() -> None:
+    class Rounded(ScoredPolicy):
+        def score(self, block: CachedBlock, now: int) -> Score:
+            return float(np.float32(block.hits)), np.int64(block.last_used), np.float64(0)
+
+    policy = Rounded(policy_pool(8))
+    let_go(policy, 1, 3, 2)
+    assert policy.evict(9).tolist() == [3, 2]
+
+
+def test_a_policy_of_any_order_passes() -> None:
+    class NewestFirst(ScoredPolicy):
+        def score(self, block: CachedBlock, now: int) -> Score:
+            return -block.last_used
+
+    EVICTION_POLICIES.register("newest", NewestFirst)
+    try:
+        test_a_policy_evicts_in_its_order_what_may_go("newest", 1, 1)
+        test_a_policy_finds_what_comes_back_at_once("newest")
+        test_who_matters_more_goes_later_in_a_batch("newest")
+        test_a_clock_that_is_set_back_changes_no_order("newest")
+        test_check_names_what_may_be_evicted("newest")
+    finally:
+        EVICTION_POLICIES.unregister("newest")
 
 
 # -- one by one ------------------------------------------------------------------------------------
@@ -281,7 +311,7 @@ def let_go(policy: EvictionPolicy, now: int, *blocks: int, priority: int = 0) ->
     policy.free(ids(*blocks))
 
 
-@pytest.mark.policies("lru", EXAMPLE)
+@pytest.mark.parametrize("name", ["lru", EXAMPLE])
 def test_what_was_let_go_first_goes_first(name: str) -> None:
     policy = EVICTION_POLICIES[name](policy_pool(8))
     let_go(policy, 1, 3, 2, 1)
@@ -312,8 +342,22 @@ def test_who_matters_more_goes_later_in_a_batch(name: str) -> None:
         assert policy.evict(9).tolist() == order
 
 
-@pytest.mark.policies("lru", "lru-2", EXAMPLE)
-def test_the_order_is_the_same_when_the_clock_is_set_back(name: str) -> None:
+@pytest.mark.policies(*OWN, EXAMPLE)
+def test_a_clock_that_is_set_back_changes_no_order(name: str) -> None:
+    policy = EVICTION_POLICIES[name](policy_pool(8))
+    ticks = 1 << 30
+    for now, blocks in ((10, (0, 1)), (20, (5,)), (30, (3, 4))):
+        let_go(policy, ticks + now, *blocks)
+    before, times = policy.order()
+    policy.rewind(ticks)
+    after, earlier = policy.order()
+    assert after.tolist() == before.tolist()
+    assert earlier.tolist() == (times - ticks).tolist()
+    assert policy.evict(9).tolist() == before.tolist()
+
+
+@pytest.mark.parametrize("name", ["lru", "lru-2", EXAMPLE])
+def test_what_is_used_after_the_clock_is_set_back_goes_later(name: str) -> None:
     policy = EVICTION_POLICIES[name](policy_pool(8))
     ticks = 1 << 30
 

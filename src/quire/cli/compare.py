@@ -39,6 +39,7 @@ def compare(
     \b
     quire compare
     quire compare --model Qwen/Qwen3-0.6B --max-model-len 8192 --output memory.svg
+    quire compare --cache mine   # beside them a strategy of another package
     """
     from quire.compare import PROMPTS, lengths, picture
     from quire.compare import compare as run_all
@@ -93,7 +94,7 @@ def _print_comparison(
             f"{run.tokens_per_s:.0f}",
         )
     console.print(table)
-    console.print(f"Same text under all four strategies: {said}")
+    console.print(f"Same text under all {len(runs)} strategies: {said}")
     console.print(f"Picture: {output}", highlight=False)
 
 

@@ -11,6 +11,7 @@ import heapq
 from abc import abstractmethod
 from collections import Counter
 from dataclasses import dataclass
+from numbers import Real
 from typing import TypeAlias, final
 
 import numpy as np
@@ -82,7 +83,8 @@ class ScoredPolicy(EvictionPolicy):
     def score(self, block: CachedBlock, now: int) -> Score:
         """Return what the block is worth: the lowest goes first, of equal ones the oldest entry.
 
-        The score holds until a sequence uses the block again.
+        All scores are numbers, or all are tuples of numbers. ``free`` raises ValueError for NaN and
+        for what is neither, such as None. The score holds until a sequence uses the block again.
         """
         ...
 
@@ -121,8 +123,11 @@ class ScoredPolicy(EvictionPolicy):
         for block in blocks.tolist():
             found = self._known[block]
             found.is_free, found.score = True, self.score(found, self._now)
-            if found.score != found.score:  # NaN
-                raise ValueError(f"{type(self).__name__}.score gives NaN for {found}")
+            if not _is_score(found.score):
+                raise ValueError(
+                    f"{type(self).__name__}.score gives {found.score!r} for {found}: a score is a "
+                    "number or a tuple of numbers, and NaN is none"
+                )
             if found.prefix not in self._num_children:
                 self._push(found)
 
@@ -248,6 +253,12 @@ class ScoredPolicy(EvictionPolicy):
             above = self._at.get(block.parent)
             if above is not None and above.is_free and not above.serial:
                 self._push(above)
+
+
+def _is_score(score: object) -> bool:
+    """Tell whether scores like this one have an order."""
+    parts = score if isinstance(score, tuple) else (score,)
+    return all(isinstance(part, Real) and part == part for part in parts)  # NaN is not itself
 
 
 def _entry(block: _TrackedBlock, serial: int) -> _Entry:

@@ -266,7 +266,7 @@ def plan(
     request = request or typical(needs.context_tokens)
     pairs = {(config.cache, config.budget): config}
     if compare:
-        for strategy in STRATEGIES.own_names:
+        for strategy in dict.fromkeys((*STRATEGIES.own_names, config.cache)):
             for rule in BUDGETS:
                 by = replace(config, cache=strategy, budget=rule, kv_cache_memory_bytes=None)
                 pairs.setdefault((strategy, rule), by)

@@ -76,6 +76,18 @@ def test_every_strategy_under_every_rule_and_the_options_among_them() -> None:
     assert given.cell.kv_bytes == GIB
 
 
+def test_a_strategy_of_another_package_is_planned_under_every_rule() -> None:
+    STRATEGIES.register("another", STRATEGIES["virtual"])
+    try:
+        found = planned(
+            "Llama-3.1-8B", card("h100"), compare=True, cache="another", max_model_len=8192
+        )
+    finally:
+        STRATEGIES.unregister("another")
+    rules = [cell.ledger.rule for cell in found.cells if cell.strategy == "another"]
+    assert sorted(rules) == sorted(BUDGETS)
+
+
 def test_bytes_that_a_rule_refuses_hold_nothing() -> None:
     asked = 4096 * GIB
     found = planned("Llama-3.1-8B", card("h100"), kv_cache_memory_bytes=asked)
