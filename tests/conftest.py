@@ -60,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[target.OPTION] = config.getoption("--device")
     try:
         named.choose(config.getoption("--strategy"), config.getoption("--provider"))
+        named.check(config.getoption("--attention-backend"), config.getoption("--eviction-policy"))
     except ConfigError as error:
         raise pytest.UsageError(str(error)) from error
     if not target.on_gpu():

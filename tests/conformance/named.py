@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kv import STRATEGIES
+from quire.attention import BACKENDS
+from quire.kv import EVICTION_POLICIES, STRATEGIES
 from quire.memory import PROVIDERS, MemoryProvider, MemoryRequest
 
 STRATEGY, PROVIDER = "QUIRE_TEST_STRATEGY", "QUIRE_TEST_PROVIDER"
@@ -29,6 +30,14 @@ def choose(strategy: str | None, provider: str | None) -> None:
         os.environ.pop(variable, None)
         if name is not None:
             os.environ[variable] = name
+
+
+def check(attention_backend: str | None, eviction_policy: str | None) -> None:
+    """Look for what the suites ask for by name. Raises: ConfigError for what is not there."""
+    if attention_backend is not None:
+        BACKENDS.find(attention_backend, "--attention-backend")
+    if eviction_policy is not None:
+        EVICTION_POLICIES.find(eviction_policy, "--eviction-policy")
 
 
 def is_chosen() -> bool:
