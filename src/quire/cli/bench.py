@@ -67,7 +67,10 @@ def bench(  # noqa: PLR0913 - each is a flag
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="Measure a server with OpenAI's API instead of an engine of its own."),
+        typer.Option(
+            help="Address of a server with OpenAI's API to measure. Default: an engine in this "
+            "process."
+        ),
     ] = None,
     api_key: ApiKey = None,
     header: Annotated[
@@ -75,16 +78,18 @@ def bench(  # noqa: PLR0913 - each is a flag
         typer.Option(help='With --url: an HTTP header, e.g. "Authorization: Bearer KEY".'),
     ] = None,
     timeout: Timeout = 600.0,
-    num_prompts: Annotated[int, in_panel("Load", "Requests to send; a trace's first ones.")] = 64,
+    num_prompts: Annotated[
+        int, in_panel("Load", "Number of requests; of a trace, the first ones.")
+    ] = 64,
     random_input_len: Annotated[
-        int, in_panel("Load", "Tokens per prompt, drawn with --seed.")
+        int, in_panel("Load", "Tokens per random prompt; --seed draws them.")
     ] = 128,
     random_output_len: Annotated[int, in_panel("Load", "Tokens to generate per request.")] = 64,
     random_range_ratio: Annotated[
-        float, in_panel("Load", "Draw both lengths n from n·(1−r) to n·(1+r).")
+        float, in_panel("Load", "Draw both lengths from n·(1−r) to n·(1+r).")
     ] = 0.0,
     random_prefix_len: Annotated[
-        int, in_panel("Load", "Further tokens that all prompts begin with.")
+        int, in_panel("Load", "Tokens of a common prefix, added to all prompts.")
     ] = 0,
     request_rate: Annotated[
         float | None,
@@ -92,12 +97,15 @@ def bench(  # noqa: PLR0913 - each is a flag
     ] = None,
     burstiness: Annotated[
         float,
-        in_panel("Load", "1 is a Poisson process; less is burstier; inf sends at equal gaps."),
+        in_panel(
+            "Load",
+            "Burstiness of arrivals: 1 is a Poisson process, less is burstier, inf has equal gaps.",
+        ),
     ] = 1.0,
     max_concurrency: Annotated[
-        int | None, in_panel("Load", "Most requests in flight at once.")
+        int | None, in_panel("Load", "Maximum number of requests at a time. Default: no maximum.")
     ] = None,
-    num_warmups: Annotated[int, in_panel("Load", "Requests before the measurement.")] = 1,
+    num_warmups: Annotated[int, in_panel("Load", "Number of requests before the measurement.")] = 1,
     temperature: Temperature = 0.0,
     ignore_eos: Annotated[
         bool, in_panel("Load", "Generate the full length.", "--ignore-eos/--no-ignore-eos")
@@ -110,12 +118,10 @@ def bench(  # noqa: PLR0913 - each is a flag
             "Mooncake's, Bailian's, kv-cache-tester's, ServeGen's or Quire's own (--save-trace).",
         ),
     ] = None,
-    trace_scale: Annotated[float, in_panel("Load", "Multiply the trace's lengths by this.")] = 1.0,
-    trace_speed: Annotated[
-        float, in_panel("Load", "Replay the trace this many times as fast.")
-    ] = 1.0,
+    trace_scale: Annotated[float, in_panel("Load", "Factor for the trace's lengths.")] = 1.0,
+    trace_speed: Annotated[float, in_panel("Load", "Factor for the trace's speed.")] = 1.0,
     trace_max_skipped: Annotated[
-        int, in_panel("Load", "Invalid rows of the trace to skip before giving up.")
+        int, in_panel("Load", "Number of invalid rows of the trace to skip before giving up.")
     ] = 0,
     goodput: Annotated[
         list[str] | None,
@@ -133,7 +139,8 @@ def bench(  # noqa: PLR0913 - each is a flag
         in_panel("Result", "Write the result as vLLM's JSON, with a kv part, to this file."),
     ] = None,
     save_trace: Annotated[
-        Path | None, in_panel("Result", "Write the requests that were sent as a trace (--trace).")
+        Path | None,
+        in_panel("Result", "Write the sent requests to this file, as a trace for --trace."),
     ] = None,
     save_detailed: Annotated[
         bool,

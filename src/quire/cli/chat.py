@@ -388,24 +388,37 @@ def chat(  # noqa: PLR0913 - each is a flag
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     timeout: Timeout = 300.0,
-    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt. Default: none.")] = None,
     prompt: Annotated[
         str | None,
-        typer.Option(help="Send this, print the answer and exit; - reads it from standard input."),
+        typer.Option(
+            help="Send this text, print the answer and exit; - reads the text from standard input."
+        ),
     ] = None,
-    max_tokens: Annotated[int | None, in_panel(_SAMPLING, "Most tokens of an answer.")] = None,
-    temperature: Annotated[float | None, in_panel(_SAMPLING, "0 is greedy.")] = None,
+    max_tokens: Annotated[
+        int | None, in_panel(_SAMPLING, "Maximum number of tokens of an answer.")
+    ] = None,
+    temperature: Annotated[
+        float | None, in_panel(_SAMPLING, "Sampling temperature; 0 is greedy.")
+    ] = None,
     top_p: Annotated[
-        float | None, in_panel(_SAMPLING, "Sample from the likeliest of this total probability.")
+        float | None,
+        in_panel(_SAMPLING, "Sample from the most likely tokens of this total probability."),
     ] = None,
     top_k: Annotated[
-        int | None, in_panel(_SAMPLING, "Sample from the k likeliest (not in OpenAI's API).")
+        int | None,
+        in_panel(_SAMPLING, "Sample from the k most likely tokens (not in OpenAI's API)."),
     ] = None,
     min_p: Annotated[
         float | None,
-        in_panel(_SAMPLING, "Drop tokens below this share of the likeliest (not in OpenAI's API)."),
+        in_panel(
+            _SAMPLING,
+            "Drop tokens below this fraction of the most likely one's probability (not OpenAI's).",
+        ),
     ] = None,
-    seed: Annotated[int | None, in_panel(_SAMPLING, "Makes sampling repeatable.")] = None,
+    seed: Annotated[
+        int | None, in_panel(_SAMPLING, "Random seed, which makes sampling repeatable.")
+    ] = None,
 ) -> None:
     """Chat with a model: on any server with OpenAI's API, or in an engine of its own.
 

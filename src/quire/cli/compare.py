@@ -27,10 +27,13 @@ from quire.sampling_params import SamplingParams
 def compare(
     *,
     model: Model = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given again.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="A prompt. May be given several times. Default: a few built-in prompts."),
+    ] = None,
     max_tokens: MaxTokens = 240,
     temperature: Temperature = 0.0,
-    output: Annotated[Path, typer.Option(help="File for the picture (SVG).")] = Path("quire.svg"),
+    output: Annotated[Path, typer.Option(help="File for the plot (SVG).")] = Path("quire.svg"),
     as_json: AsJson = False,
     engine: dict[str, Any],
 ) -> None:

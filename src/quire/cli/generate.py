@@ -47,13 +47,15 @@ def generate(  # noqa: PLR0913 - each is a flag
     temperature: Temperature = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 is off.")] = 0,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens of this total probability.")
+        float, typer.Option(help="Sample from the most likely tokens of this total probability.")
     ] = 1.0,
     min_p: Annotated[
-        float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")
+        float,
+        typer.Option(help="Drop tokens below this fraction of the most likely one's probability."),
     ] = 0.0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be given again.")
+        list[str] | None,
+        typer.Option(help="Stop before this text. May be given several times. Default: none."),
     ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue past the end-of-text token.")

@@ -58,17 +58,23 @@ def hit_rates(  # noqa: PLR0913 - each is a flag
         bool, typer.Option("--whole-blocks", help="Cache only full blocks, as an engine does.")
     ] = False,
     warmup_fraction: Annotated[
-        float, typer.Option(help="Share of requests that fill the cache and are not counted.")
+        float,
+        typer.Option(help="Fraction of the requests, 0 to 1, that only fill the cache."),
     ] = 0.0,
     trace_format: Annotated[
         str | None,
         typer.Option(help=f"Format of the trace: {', '.join(form_names())}. Default: by content."),
     ] = None,
-    max_skipped: Annotated[int, typer.Option(help="Invalid rows to skip before giving up.")] = 0,
+    max_skipped: Annotated[
+        int, typer.Option(help="Number of invalid rows to skip before giving up.")
+    ] = 0,
     session_interval_s: Annotated[
-        float, typer.Option(help="Mean seconds between starts of kv-cache-tester's conversations.")
+        float,
+        typer.Option(help="Mean seconds between starts of conversations in kv-cache-tester's."),
     ] = 60.0,
-    seed: Annotated[int, typer.Option(help="Seed for times that a trace does not have.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed for arrival times that the trace lacks.")
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compute the hit rate of a prefix cache on a trace, by cache size and policy.

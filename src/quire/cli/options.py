@@ -33,9 +33,9 @@ from quire.spec.model_files import find_spec
 
 MODEL_HELP = "A local folder or a Hugging Face hub name. Default: the demo model."
 Model: TypeAlias = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
-MaxTokens: TypeAlias = Annotated[int, typer.Option(help="Most tokens to generate.")]
+MaxTokens: TypeAlias = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]
 Temperature: TypeAlias = Annotated[
-    float, typer.Option(help="0 is greedy: always take the most likely token.")
+    float, typer.Option(help="Sampling temperature; 0 is greedy: always the most likely token.")
 ]
 AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON object instead of tables.")

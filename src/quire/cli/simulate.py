@@ -263,14 +263,20 @@ def simulate(  # noqa: PLR0913 - each is a flag
     ] = None,
     num_requests: Annotated[
         int | None,
-        in_panel("Traffic", f"First requests of each trace; {NUM_DRAWN:,} of synthetic traffic."),
+        in_panel(
+            "Traffic",
+            f"Number of requests of each trace. Default: all; synthetic: {NUM_DRAWN:,}.",
+        ),
     ] = None,
     request_rate: Annotated[
         float | None, in_panel("Traffic", "Synthetic: requests per second. Default: 4.")
     ] = None,
     burstiness: Annotated[
         float | None,
-        in_panel("Traffic", "Synthetic: 1 is a Poisson process (default); less is burstier."),
+        in_panel(
+            "Traffic",
+            "Synthetic: 1 is a Poisson process (default), less is burstier.",
+        ),
     ] = None,
     random_input_len: Annotated[
         int | None, in_panel("Traffic", "Synthetic: tokens per prompt. Default: 1024.")
@@ -280,23 +286,30 @@ def simulate(  # noqa: PLR0913 - each is a flag
     ] = None,
     random_prefix_len: Annotated[
         int | None,
-        in_panel("Traffic", "Synthetic: further tokens that all prompts begin with. Default: 0."),
+        in_panel(
+            "Traffic", "Synthetic: tokens of a common prefix, added to all prompts. Default: 0."
+        ),
     ] = None,
-    rate: Annotated[float, in_panel("Traffic", "Play the traffic this many times as fast.")] = 1.0,
+    rate: Annotated[float, in_panel("Traffic", "Factor for the traffic's speed.")] = 1.0,
     max_skipped: Annotated[
-        int, in_panel("Traffic", "Invalid rows of a trace to skip before giving up.")
+        int, in_panel("Traffic", "Number of invalid rows of a trace to skip before giving up.")
     ] = 0,
     slo_ttft: Annotated[
-        float | None, in_panel("Result", "Goodput: most seconds to the first token.")
+        float | None, in_panel("Result", "Goal of goodput: maximum seconds to the first token.")
     ] = None,
     slo_tpot: Annotated[
-        float | None, in_panel("Result", "Goodput: most seconds per token after the first.")
+        float | None,
+        in_panel("Result", "Goal of goodput: maximum seconds per token after the first."),
     ] = None,
     chrome_trace: Annotated[
-        Path | None, in_panel("Result", "Write a trace of one simulation for Perfetto.")
+        Path | None,
+        in_panel("Result", "Write a trace of one simulation to this file, for Perfetto."),
     ] = None,
     report: Annotated[
-        Path | None, in_panel("Result", "Write an HTML page with plots that needs no network.")
+        Path | None,
+        in_panel(
+            "Result", "Write an HTML page with plots to this file; the page needs no network."
+        ),
     ] = None,
     as_json: AsJson = False,
     engine: dict[str, Any],

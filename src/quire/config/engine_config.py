@@ -100,47 +100,55 @@ class EngineConfig:
 
     device: str = option(
         "auto",
-        "Device of the model: auto (a loaded model's own, else a GPU if there is one), cpu, cuda, "
+        "Device that the model runs on: auto (a GPU if one can be used, else the CPU), cpu, cuda, "
         "cuda:1.",
     )
     dtype: str = option(
-        "auto", "Dtype of weights and KV: auto (the checkpoint's), float32, bfloat16, float16."
+        "auto",
+        "Data type of weights and of keys and values: auto (the checkpoint's), float32, bfloat16, "
+        "float16.",
     )
     quantization: str | None = option(
         None,
-        "int8 stores the weights of linear layers in eight bits (needs quire[int8]).",
+        "Quantization of the weights of linear layers: int8 (needs quire[int8]). Default: none.",
         short=("-q",),
     )
-    kv_cache_dtype: str = option("auto", f"Dtype of keys and values: {', '.join(KV_CACHE_DTYPES)}.")
+    kv_cache_dtype: str = option(
+        "auto",
+        f"Data type of keys and values: {', '.join(KV_CACHE_DTYPES)}; auto is the same as --dtype.",
+    )
     cache: str = option(
         "paged",
         f"KV-cache strategy: {', '.join(STRATEGIES.own_names)}, or one that a package adds.",
     )
     attention_backend: str = option(
         "auto",
-        "Backend of attention: auto (the fastest that supports the model), cpu (Quire's kernels), "
-        "flashinfer or triton (GPU; triton has Quire's kernels), sdpa (torch), reference (slow, "
-        "float64), or one that a package adds.",
+        "Attention backend: auto (the fastest that supports the model), cpu (Quire's kernels for "
+        "a CPU), triton (Quire's kernels for a GPU), flashinfer (GPU), sdpa (torch's), reference "
+        "(slow, in float64), or one that a package adds.",
         panel=ADVANCED,
     )
     enforce_eager: bool = option(
         False,
-        "Run each step eagerly and in one order: no CUDA graphs, no copies of growing buffers "
-        "beside a GPU's steps, and no recorded passes on a CPU.",
+        "Run the model's own Python in each step: no CUDA graphs and no copies beside the steps "
+        "on a GPU, no recorded passes on a CPU.",
         panel=ADVANCED,
     )
     max_model_len: int | None = option(
-        None, "Context: most tokens of a sequence with its prompt. Default: the model's own."
+        None,
+        "Maximum length of a sequence in tokens, prompt and output together. Default: the model's.",
     )
-    max_num_seqs: int = option(64, "Most sequences that run at once.")
+    max_num_seqs: int = option(64, "Maximum number of sequences that run at once.")
     max_num_batched_tokens: int = option(
-        512, "Most tokens computed in one step, of all sequences together."
+        512, "Maximum number of tokens in one step, of all sequences together."
     )
-    block_size: int = option(16, "Tokens per block (paged, virtual).", panel=ADVANCED)
+    block_size: int = option(
+        16, "Number of tokens per block (for the caches paged and virtual).", panel=ADVANCED
+    )
     enable_prefix_caching: bool = option(
         True,
-        "Cache blocks of earlier prompts for prompts with the same prefix (paged, virtual). "
-        "Without it, virtual has a layout that attention reads faster.",
+        "Keep the blocks of earlier prompts for prompts with the same prefix (for the caches paged "
+        "and virtual). Without it, virtual uses a layout that attention reads faster.",
     )
     prefix_caching_policy: str = option(
         DEFAULT_POLICY,
@@ -149,50 +157,54 @@ class EngineConfig:
     )
     watermark: float = option(
         0.01,
-        "Share of the KV memory that stays free when a sequence is admitted beside others.",
+        "Fraction of the KV memory that stays free when a sequence is admitted beside others.",
         panel=ADVANCED,
     )
     scheduling_policy: str = option(
         "fcfs",
-        "Order of requests: fcfs (first come, first served), priority (smaller numbers first; they "
-        "preempt others), shortest (shortest possible length first).",
+        "Order of requests: fcfs (first come, first served), priority (lower numbers run first, "
+        "and preempt others), shortest (the shortest maximum length runs first).",
     )
     swap_space: int = option(
         0,
-        "Memory to swap preempted sequences to, e.g. 4GiB (vLLM counts in GiB). Without it, or "
-        "where swapping is slower, they are computed again.",
+        "Host memory for swapping out preempted sequences, in bytes or e.g. 4GiB (quire serve "
+        "reads 4 as 4GiB, as vLLM does). Without it, or if swapping is slower, they are recomputed.",
         flag_type=str,
         parse=parse_bytes,
     )
     swap_path: str | None = option(
         None,
-        "Folder for an unnamed file of that size, to swap to instead of memory.",
+        "Folder for a temporary file that is used as --swap-space, instead of memory.",
         panel=ADVANCED,
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "Size of the KV memory, e.g. 2GiB. Default: as --budget allows.",
+        "Maximum size of the KV memory in bytes, or e.g. 2GiB. Default: the size that --budget "
+        "gives.",
         flag_type=str | None,
         parse=parse_bytes,
     )
     budget: str = option(
         "auto",
-        "Rule for the size of the KV memory: auto (available memory less headroom), vllm, "
-        "mistralrs, llamacpp, fraction. quire doctor shows what each of them gives here.",
+        "Rule that sets the size of the KV memory: auto (available memory less headroom), vllm, "
+        "mistralrs, llamacpp, fraction. quire doctor shows what each rule gives on this machine.",
     )
     memory_utilization: float | None = option(
-        None, "Share of memory that the rules vllm, mistralrs and fraction may take. Default: 0.9."
+        None,
+        "Fraction of the memory, 0 to 1, that the rules vllm, mistralrs and fraction may take. "
+        "Default: 0.9.",
     )
     memory_mode: Literal["shared", "dedicated"] = option(
         "shared",
-        "Whether other programs share the memory. Headroom left to them of the tightest limit: "
-        "shared max(min(4GiB, 1/4), 15 %), dedicated max(2 %, min(512MiB, 1/4)); half of what a "
+        "Headroom that is left to other programs, of the tightest memory limit: shared leaves "
+        "max(min(4GiB, 1/4), 15 %), dedicated max(2 %, min(512MiB, 1/4)); or half of what a "
         "budget in bytes leaves, if that is less.",
         panel=ADVANCED,
     )
     residency: Literal["on-demand", "prefault", "lock"] = option(
         "on-demand",
-        "When KV pages are committed: as tokens come, all at the start, or also locked in memory.",
+        "When KV pages are taken from the system: on-demand (as tokens come), prefault (all at the "
+        "start), or lock (all at the start, and never swapped out).",
         panel=ADVANCED,
     )
     memory_provider: str = option(
@@ -202,32 +214,36 @@ class EngineConfig:
     )
     growth: Literal["uniform", "doubling", "staggered"] = option(
         "uniform",
-        "How the buffers of the strategy growing grow.",
+        "How the buffers of the cache growing grow: uniform (by --growth-tokens), doubling, or "
+        "staggered (layer after layer).",
         panel=ADVANCED,
     )
     growth_tokens: int = option(
-        256, "Step, first size or base of --growth, in tokens.", panel=ADVANCED
+        256,
+        "Number of tokens by which a growing buffer grows, or at which doubling begins.",
+        panel=ADVANCED,
     )
     reserve: Literal["max_model_len", "request"] = option(
         "max_model_len",
-        "What contiguous reserves for a sequence: the full context, or the request's own maximum.",
+        "Tokens that the cache contiguous reserves for a sequence: --max-model-len, or the "
+        "request's own maximum.",
         panel=ADVANCED,
     )
     speculative_config: SpeculativeConfig | None = option(  # noqa: RUF009 - it makes a field
         None,
         "Speculative decoding, as JSON: "
-        '{"method": "ngram", "num_speculative_tokens": 4} drafts from the text so far, '
-        '{"model": "folder"} with a smaller model.',
+        '{"method": "ngram", "num_speculative_tokens": 4} drafts tokens from the text so far, '
+        '{"model": "folder"} with a smaller model. Default: none.',
         flag_type=str | None,
         parse=SpeculativeConfig.parse,
     )
     tensor_parallel_size: int = option(
         1,
-        "Processes (ranks) that share each layer and the KV memory; on CUDA one per device. Sizes "
-        "are per rank. Needs quire[tp].",
+        "Number of processes (ranks) that share each layer and the KV memory; on CUDA one per "
+        "device. Memory sizes are per rank. Needs quire[tp].",
         short=("--tp", "-tp"),
     )
-    seed: int = option(0, "Seed of requests without one.", panel=ADVANCED)
+    seed: int = option(0, "Random seed for requests that set none.", panel=ADVANCED)
 
     def __post_init__(self) -> None:
         speculative = SpeculativeConfig.parse(self.speculative_config)

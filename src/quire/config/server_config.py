@@ -57,29 +57,39 @@ class ServerConfig:
     """
 
     host: str = option(
-        LOOPBACK, "Address to listen on; 0.0.0.0 is all of this machine's.", panel=_LISTENING
+        LOOPBACK,
+        "Address that the server listens on; 0.0.0.0 is all addresses of this machine.",
+        panel=_LISTENING,
     )
-    port: int = option(8000, "Port to listen on; 0 takes a free one.", panel=_LISTENING)
+    port: int = option(
+        8000, "Port that the server listens on; 0 takes a free port.", panel=_LISTENING
+    )
     uds: str | None = option(
-        None, "Path of a Unix socket to listen on instead of host and port.", panel=_LISTENING
+        None,
+        "Path of a Unix socket that the server listens on instead of --host and --port.",
+        panel=_LISTENING,
     )
     uds_mode: str = option(
         _UDS_MODE,
-        "Permissions of --uds as for chmod: 660 is this user and the socket's group, 666 every "
+        "Permissions of --uds as for chmod: 660 admits this user and the socket's group, 666 every "
         "user of the machine.",
         panel=_LISTENING,
     )
-    ssl_certfile: str | None = option(None, "Certificate for HTTPS (PEM).", panel=_LISTENING)
+    ssl_certfile: str | None = option(
+        None, "PEM file with the certificate for HTTPS. Default: plain HTTP.", panel=_LISTENING
+    )
     ssl_keyfile: str | None = option(
-        None, "Private key of the certificate, if it is in another file.", panel=_LISTENING
+        None,
+        "PEM file with the certificate's private key. Default: --ssl-certfile has it too.",
+        panel=_LISTENING,
     )
     root_path: str = option(
-        "", "Prefix that a proxy in front removes from paths, e.g. /llm.", panel=ADVANCED
+        "", "Path prefix that a proxy in front of the server removes, e.g. /llm.", panel=ADVANCED
     )
     api_key: tuple[str, ...] = option(
         (),
-        "API key of clients, or @FILE with one per line, which ps does not show. May be given "
-        "again. Also VLLM_API_KEY.",
+        "API key that clients must send, or @FILE with one key per line, which ps does not show. "
+        "May be given several times. Default: VLLM_API_KEY, or no key.",
         secret=True,
         flag_type=list[str] | None,
         parse=parse_keys,
@@ -87,8 +97,8 @@ class ServerConfig:
     )
     admin_api_key: tuple[str, ...] = option(
         (),
-        "API key of the operator, or @FILE. If there are keys, administration, /metrics and other "
-        "clients' sequences need it.",
+        "API key of the operator, or @FILE. A server with keys demands it for administration, "
+        "/metrics and other clients' sequences.",
         secret=True,
         flag_type=list[str] | None,
         parse=partial(parse_keys, option="admin_api_key"),
@@ -96,24 +106,28 @@ class ServerConfig:
     )
     allowed_origins: tuple[str, ...] = option(
         (),
-        "Origins of web pages that may send requests, e.g. https://chat.example.org; * is all.",
+        "Origin of web pages that may send requests, e.g. https://chat.example.org; * allows all. "
+        "May be given several times.",
         flag_type=list[str] | None,
         parse=_texts,
         panel=_CLIENTS,
     )
     unguarded_metrics: bool = option(False, "Serve /metrics without a key.", panel=_CLIENTS)
     max_num_reqs_per_key: int | None = option(
-        None, "Most requests of one API key at a time; more get 429.", panel=_CLIENTS
+        None,
+        "Maximum number of requests of one API key at a time; more get 429. Default: no maximum.",
+        panel=_CLIENTS,
     )
     served_model_name: tuple[str, ...] = option(
         (),
-        "Names of the model for clients; answers have the first. Default: the model's own.",
+        "Name of the model for clients; may be given several times, and answers have the first. "
+        "Default: the model's own.",
         flag_type=list[str] | None,
         parse=_texts,
         panel=_MODEL,
     )
     chat_template: str | None = option(
-        None, "Jinja template, or a file with one, instead of the model's own.", panel=_MODEL
+        None, "Chat template (Jinja), or a file with one. Default: the model's own.", panel=_MODEL
     )
     tool_call_parser: str | None = option(
         None,
@@ -133,39 +147,45 @@ class ServerConfig:
     )
     generation_config: str = option(
         "auto",
-        "Defaults of sampling: auto (the model's generation_config.json), vllm (none), or a folder "
-        "with such a file.",
+        "Source of default sampling parameters: auto (the model's generation_config.json), vllm "
+        "(vLLM's own defaults), or a folder with such a file.",
         panel=ADVANCED,
     )
-    max_num_queued_reqs: int = option(256, "Most requests that wait; more get 503.", panel=_LIMITS)
+    max_num_queued_reqs: int = option(
+        256, "Maximum number of waiting requests; more get 503.", panel=_LIMITS
+    )
     max_num_queued_tokens: int | None = option(
-        None, "Most prompt tokens of waiting requests; more get 503.", panel=ADVANCED
+        None,
+        "Maximum number of prompt tokens of all waiting requests; more get 503. Default: no "
+        "maximum.",
+        panel=ADVANCED,
     )
     max_request_bytes: int = option(
         16 * 2**20,
-        "Longest body of a request.",
+        "Maximum size of a request's body in bytes, or e.g. 16MiB.",
         flag_type=str,
         parse=parse_bytes,
         panel=ADVANCED,
     )
     max_logprobs: int = option(
-        20, "Most logprobs per token that a request may ask for.", panel=ADVANCED
+        20, "Maximum number of logprobs per token that a request may ask for.", panel=ADVANCED
     )
     max_stored_response_bytes: int = option(
         64 * 2**20,
-        "Memory for stored responses, which clients can retrieve or continue; 0 stores none.",
+        "Memory for stored responses, in bytes or e.g. 64MiB, which clients can retrieve or "
+        "continue; 0 stores none.",
         flag_type=str,
         parse=parse_bytes,
         panel=ADVANCED,
     )
     max_background_responses: int = option(
         32,
-        "Most background responses at a time; more get 429.",
+        "Maximum number of background responses at a time; more get 429.",
         panel=ADVANCED,
     )
     shutdown_timeout: float = option(
         30.0,
-        "Seconds that running requests get to finish when the server stops.",
+        "Seconds that running requests have to finish when the server stops.",
         panel=_LIMITS,
     )
     read_timeout: float = option(
@@ -179,28 +199,36 @@ class ServerConfig:
     )
     timeout_keep_alive: int = option(
         75,
-        "Seconds that a connection stays open between two requests; set it longer than a proxy "
-        "in front does.",
+        "Seconds that an idle connection stays open; a proxy in front of the server must close "
+        "idle connections earlier.",
         panel=ADVANCED,
     )
     send_timeout: float = option(
         60.0,
-        "Seconds after which a connection is closed whose client reads nothing of its answer.",
+        "Seconds that a client has to read each 64 KiB of its answer, before its connection is "
+        "closed.",
         panel=ADVANCED,
     )
     otlp_traces_endpoint: str | None = option(
-        None, "Address for OpenTelemetry traces, e.g. http://localhost:4318/v1/traces.", panel=_LOGS
+        None,
+        "Address that OpenTelemetry traces are sent to, e.g. http://localhost:4318/v1/traces. "
+        "Default: none.",
+        panel=_LOGS,
     )
     request_log: str | None = option(
         None,
-        "New file for a trace of all requests, for quire simulate: times, lengths and hash ids, "
-        "and no texts.",
+        "New file for a trace of all requests, which quire simulate reads: times, lengths and hash "
+        "ids, no texts. Default: none.",
         panel=_LOGS,
     )
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
-        "info", "Log level; info and below log a line per request.", panel=_LOGS
+        "info",
+        "Log level of the HTTP server; info, debug and trace log a line per request.",
+        panel=_LOGS,
     )
-    disable_log_stats: bool = option(False, "Do not log statistics of the engine.", panel=_LOGS)
+    disable_log_stats: bool = option(
+        False, "Do not log the engine's statistics periodically.", panel=_LOGS
+    )
 
     def __post_init__(self) -> None:
         if not self.host or not self.host.isprintable() or " " in self.host:
