@@ -56,7 +56,7 @@ class Http:
         except ValueError as error:
             raise ConfigError(f"--url {url!r}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname or self._uds == "":
-            raise ConfigError(f"--url {url!r} is no address: write e.g. http://localhost:8000")
+            raise ConfigError(f"--url {url!r} is not an address: write e.g. http://localhost:8000")
         plain = parts._replace(netloc=parts.netloc.rpartition("@")[2])  # without a password
         self.url = plain.geturl() if self._uds is None else url
         self._root = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"

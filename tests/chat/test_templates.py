@@ -135,7 +135,7 @@ def test_the_last_message_is_continued(family: str, last: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"continue_final_message": True}, "exclude each other"),
+        ({"continue_final_message": True}, "cannot be combined"),
         ({"kwargs": {"tokenize": True}}, "cannot set 'tokenize'"),
         ({"kwargs": {"chat_template": "x"}}, "cannot set 'chat_template'"),
         ({"kwargs": {"messages": []}}, "cannot set 'messages'"),

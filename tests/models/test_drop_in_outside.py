@@ -264,7 +264,7 @@ def test_copies_have_one_ceiling(name: str) -> None:
         assert kept.memory.peak_committed_bytes <= 256 * 1024
         kept.close()
         k = torch.zeros(1, 2, 1, 16, dtype=torch.float64)
-        with pytest.raises(ConfigError, match=r"given torch.float64, and copies of it hold torch"):
+        with pytest.raises(ConfigError, match=r"given torch.float64, and its copies hold torch"):
             kept.update(k, k, len(kept.layers) - 1)
 
 

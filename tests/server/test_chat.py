@@ -358,7 +358,7 @@ def test_tokens_are_said_as_ids_where_that_is_asked_for() -> None:
         ({"echo": True}, "/v1/completions"),
         ({"guided_whitespace_pattern": " "}, "leave it out"),
         ({"structural_tag": "{}"}, "leave it out"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "exclude each other"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "cannot be combined"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "exactly one"),
     ],
 )

@@ -79,7 +79,9 @@ def test_what_still_runs_after_the_timeout_is_aborted_and_told() -> None:
         assert last["choices"][0]["finish_reason"] == "abort"
         assert done is None
         assert process.end() == 0
-        assert "after 0.2 s (shutdown_timeout) what still runs is aborted" in process.log
+        assert (
+            "after 0.2 s (shutdown_timeout) the requests that still run are aborted" in process.log
+        )
         assert "Traceback" not in process.log
         assert " ERROR " not in process.log
 
@@ -184,7 +186,7 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(
             main()
     assert end.value.code == 1
     err = " ".join(capsys.readouterr().err.split())
-    assert f"port={port} cannot be listened on: another process listens there" in err
+    assert f"port={port} cannot be bound: another process listens there" in err
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7", "a..b"])

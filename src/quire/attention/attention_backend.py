@@ -101,7 +101,9 @@ class AttentionBatch:
     ) -> None:
         """Set where its numbers lie on a device. Raises: ValueError for padded sequences."""
         if self.padding is not None:
-            raise ValueError(f"padded sequences are read on the CPU only, not on {device}")
+            raise ValueError(
+                f"padded sequences are read only on the CPU, and these are on {device}"
+            )
         longest = int(self.context_lens.max(initial=0))
         self.memo[device] = PlacedBatch(
             query_starts=query_starts,

@@ -71,7 +71,7 @@ class TriedAttention(AttentionBackend):
         limit = _LIMIT_FLOAT32 if q.dtype == torch.float32 else _LIMIT
         if not apart <= limit * largest:  # NaN fails too
             raise AttentionFailed(
-                f"attention by {self.name} gives something else than torch's: {apart:.1e} apart, "
+                f"attention by {self.name} gives other results than torch's: {apart:.1e} apart, "
                 f"where the largest result is {largest:.1e} and {limit:.0e} of that is allowed"
             )
         return got

@@ -176,7 +176,7 @@ def _add(
                 raise RequestError(f"{where} has no call_id")
             messages.append(tool_message(identity, item.get("output"), f"{where}.output", names))
         case _:
-            raise RequestError(f"{where} is of type {str(kind)[:40]!r}, which cannot be read here")
+            raise RequestError(f"{where}: the type {str(kind)[:40]!r} is not supported")
 
 
 def _add_message(messages: list[Message], item: Mapping[str, Any], where: str) -> None:

@@ -208,7 +208,7 @@ class ChatTemplate:
         """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other: set one of "
+                "continue_final_message and add_generation_prompt cannot be combined: set one of "
                 "them to false"
             )
         if not self._templates:
@@ -247,8 +247,8 @@ class ChatTemplate:
         for name in given:
             if name in _RESERVED or name in self._special_tokens or not name.isidentifier():
                 raise RequestError(
-                    f"chat_template_kwargs cannot set {name[:60]!r}: it takes further names for "
-                    "the template, such as enable_thinking"
+                    f"chat_template_kwargs cannot set {name[:60]!r}: it takes only names of the "
+                    "template's own, such as enable_thinking"
                 )
         return {**self._special_tokens, **given}
 

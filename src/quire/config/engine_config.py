@@ -168,7 +168,8 @@ class EngineConfig:
     swap_space: int = option(
         0,
         "Host memory for swapping out preempted sequences, in bytes or e.g. 4GiB (quire serve "
-        "reads 4 as 4GiB, as vLLM does). Without it, or if swapping is slower, they are recomputed.",
+        "reads 4 as 4GiB, as vLLM does). Without it, or if swapping is slower, they are "
+        "recomputed.",
         flag_type=str,
         parse=parse_bytes,
     )

@@ -136,7 +136,7 @@ class BeamSearch:
         try:
             self._hear(output)
         except Exception as error:
-            log.exception("a beam search fails: every sequence begins anew")
+            log.exception("a beam search failed: all sequences are computed again")
             self._engine.begin_anew()
             self._end_all(End("error", f"its search failed: {error!r}"))
         if self.is_over:

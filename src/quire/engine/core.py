@@ -61,7 +61,7 @@ class Engine:
             if self._has_failed or isinstance(error, _FINAL):
                 raise
             self._has_failed = True
-            log.exception("a step failed: every sequence begins anew")
+            log.exception("a step failed: all sequences are computed again")
             self.begin_anew()
             outputs = self.scheduler.update(_NOTHING, [])  # reports what has ended
         for output in outputs:
@@ -169,7 +169,7 @@ class Engine:
         Raises: MemoryUnavailable.
         """
         given = self._kv.committed_bytes
-        log.warning("%s: every sequence begins anew, in %s", error, format_bytes(given))
+        log.warning("%s: all sequences are computed again, in %s", error, format_bytes(given))
         if len(plan.chunks) == 1:
             alone = plan.chunks[0].sequence
             point = alone.seq_id, alone.num_tokens

@@ -335,6 +335,6 @@ def _watch(elastic_ref: "weakref.ref[Elastic]", stop: threading.Event) -> None:
                 finally:
                     elastic.lock.release()
         except Exception:  # a lost device, for which the next step raises an error
-            log.warning("memory is not watched any more between steps", exc_info=True)
+            log.warning("the machine's memory is no longer watched between steps", exc_info=True)
             return
         del elastic

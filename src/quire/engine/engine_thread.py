@@ -69,7 +69,7 @@ class EngineThread:
         """Check that jobs still run. Raises: RequestError after ``close`` or a fork; ``reason``."""
         if os.getpid() != self._pid:  # a fork has no such thread, and its locks may stay taken
             raise RequestError(
-                "this AsyncLLM belongs to the process that forked this one: make an own one here"
+                "this AsyncLLM belongs to the parent process: make a new one in this process"
             )
         if self._over:
             raise self.reason

@@ -256,7 +256,7 @@ class RequestTracker:
             self._abort(states, "the LLM was closed")
             self._llm.close()
         else:
-            log.error("the engine has failed, and every request with it", exc_info=error)
+            log.error("the engine has failed, and all its requests fail", exc_info=error)
             for state in states:
                 self._fail(state, self._thread.reason)
             self._ring()

@@ -536,8 +536,8 @@ class Scheduler:
             and not victim.lacks_prompt_logprobs  # for which its tokens are computed again anyway
         )
         log.info(
-            "sequence %d makes room for %s: %d tokens, %s; %s, %.3g s (to recompute them: %.3g s, "
-            "to swap: %.3g s with %s of swap space free)",
+            "sequence %d is preempted for %s: %d tokens, %s; %s, %.3g s (to recompute them: "
+            "%.3g s, to swap: %.3g s with %s of swap space free)",
             victim.seq_id,
             why,
             num_tokens,

@@ -44,8 +44,8 @@ def memory_for(device: "torch.device", residency: Residency) -> MemoryProvider:
 
     if torch.version.hip is not None:
         raise ConfigError(
-            f"device={device}: this torch drives GPUs of AMD, whose memory is not mapped here yet; "
-            f"set device=cpu"
+            f"device={device}: this torch is for AMD GPUs, whose memory Quire cannot map yet; set "
+            f"device=cpu"
         )
     index = _index(device)
     # The caller uses the memory on the stream that is current here: pages that are given back wait
@@ -89,7 +89,8 @@ def known_machine(
     if stated_bytes is None:
         raise MemoryUnavailable(f"{silent}: state the KV budget, kv_cache_memory_bytes, in bytes")
     log.warning(
-        "%s: kv_cache_memory_bytes=%s is taken as it is, and nothing checks that there is so much",
+        "%s: kv_cache_memory_bytes=%s is used as stated, and Quire cannot check that so much memory "
+        "is available",
         silent,
         format_bytes(stated_bytes),
     )

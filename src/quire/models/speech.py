@@ -71,7 +71,7 @@ class Hearing:
     def check(self, task: Task) -> None:
         """Check a task. Raises: RequestError for a model that hears nothing, or lacks the task."""
         if self.why_not:
-            raise RequestError(f"{self.name} hears nothing: {self.why_not}")
+            raise RequestError(f"{self.name} cannot transcribe: {self.why_not}")
         if task == "translate" and not (self.language_ids and task in self._task_ids):
             raise RequestError(f"{self.name} was not trained to translate: ask for a transcription")
 
@@ -111,8 +111,8 @@ class Hearing:
         """
         if self._previous is None:
             raise RequestError(
-                f"prompt: {self.name} says in no prev_sot_token_id how it is told what was said "
-                "before: leave it out"
+                f"prompt: the generation config of {self.name} has no prev_sot_token_id, which "
+                "marks an earlier text: leave it out"
             )
         token_ids = self._tokenizer(" " + text.strip(), add_special_tokens=False)["input_ids"]
         if special := {self.start, *self._tokenizer.all_special_ids}.intersection(token_ids):

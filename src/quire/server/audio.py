@@ -66,7 +66,7 @@ class AudioFile:
                 f"{format_count(_MOST_RATE)} are read"
             )
         if frames >= _UNKNOWN:
-            raise _bad("it does not say how long it is: write it to a file, and not to a pipe")
+            raise _bad("its header has no length: write it to a file, and not to a pipe")
         if frames > MOST_SECONDS * own:
             raise _bad(
                 f"it has {format_count(frames // own)} seconds and may have "
@@ -88,7 +88,7 @@ class AudioFile:
             self._held = np.concatenate((self._held, self._piece()))
         if not len(self._held):
             if not self._num_given:
-                raise _bad("there is no sound in it")
+                raise _bad("it has no samples")
             return None
         end = len(self._held) if len(self._held) <= self._most else self._quietest()
         window, self._held = self._held[:end], self._held[end:]
@@ -100,10 +100,10 @@ class AudioFile:
         try:
             read = self._file.read(_PIECE // self._file.channels, dtype="float32", always_2d=True)
         except self._error as error:
-            raise _bad(f"it breaks off: {error}") from None
+            raise _bad(f"it ends too early: {error}") from None
         self._is_over = not len(read)
         if len(read) and not np.abs(read).max() < _LOUDEST:  # NaN fails this too
-            raise _bad("it has samples that are no numbers, or far too loud")
+            raise _bad("it has samples that are not numbers, or far too loud")
         samples: Samples = read.mean(axis=1)
         if self._resampler is not None:
             samples = self._resampler.resample_chunk(samples, last=self._is_over)
@@ -125,7 +125,7 @@ def _refuse_other_kinds(data: bytes) -> None:
     is_wave = data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE"
     is_mp3 = data[:3] == b"ID3" or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")
     if not (is_wave or is_mp3 or data[:4] in (b"fLaC", b"OggS")):
-        raise _bad(f"it begins with {data[:4]!r}: WAV, FLAC, Ogg and MP3 are read")
+        raise _bad(f"it begins with {data[:4]!r}: only WAV, FLAC, Ogg and MP3 are supported")
 
 
 def _bad(why: str) -> Refused:

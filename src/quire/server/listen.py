@@ -78,8 +78,8 @@ def _tcp_sockets(host: str, port: int) -> list[socket.socket]:
         )
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"host={host!r} is no address of this machine ({error}): 127.0.0.1 is for programs on "
-            "it, 0.0.0.0 for all clients that reach it"
+            f"host={host!r} is not an address of this machine ({error}): 127.0.0.1 is for programs "
+            "on it, 0.0.0.0 for all clients that reach it"
         ) from error
     sockets: list[socket.socket] = []
     try:
@@ -128,7 +128,7 @@ def refused(where: str, error: OSError) -> ConfigError:
         "0.0.0.0 for all clients that reach it",
     }
     reason = advice.get(error.errno or 0, error.strerror or str(error))
-    return ConfigError(f"{where} cannot be listened on: {reason}")
+    return ConfigError(f"{where} cannot be bound: {reason}")
 
 
 def _unix_socket(path: str, mode: int) -> socket.socket:
@@ -143,7 +143,7 @@ def _unix_socket(path: str, mode: int) -> socket.socket:
         return own
     except OSError as error:
         own.close()
-        raise ConfigError(f"uds={path!r} cannot be listened on: {error.strerror}") from error
+        raise ConfigError(f"uds={path!r} cannot be bound: {error.strerror}") from error
     except ConfigError:
         own.close()
         raise
@@ -155,7 +155,9 @@ def _make_way(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"uds={path!r} exists and is no socket: remove it, or choose another")
+        raise ConfigError(
+            f"uds={path!r} exists and is not a socket: remove it, or choose another path"
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         try:

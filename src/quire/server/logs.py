@@ -138,7 +138,7 @@ class RequestWriter:
             self._file = open(path, "xb")  # noqa: SIM115 - until close
         except FileExistsError as error:
             raise ConfigError(
-                f"request_log={path!r} is there already: name another file, or move it away"
+                f"request_log={path!r} exists already: name another file, or move it away"
             ) from error
         except OSError as error:
             raise ConfigError(

@@ -113,7 +113,7 @@ async def serve_in_loop(
             await _drain(app.state.service, config.shutdown_timeout)
         elif failed.done():
             log.error(
-                "the engine has failed: /health says so for %g s, then this process ends",
+                "the engine has failed: /health answers 503 for %g s, then this process ends",
                 last_words_s,
             )
             with suppress(TimeoutError):
@@ -130,9 +130,15 @@ async def serve_in_loop(
 
 async def _drain(service: Service, timeout_s: float) -> None:
     """Let no request in, and let those inside finish within ``timeout_s``."""
-    log.info("told to stop: what runs has %g s to finish; a second signal ends at once", timeout_s)
+    log.info(
+        "told to stop: running requests have %g s to finish (shutdown_timeout); a second signal "
+        "stops at once",
+        timeout_s,
+    )
     if not await service.drain(timeout_s):
-        log.warning("after %g s (shutdown_timeout) what still runs is aborted", timeout_s)
+        log.warning(
+            "after %g s (shutdown_timeout) the requests that still run are aborted", timeout_s
+        )
 
 
 async def _failure(llm: AsyncLLM) -> Exception:

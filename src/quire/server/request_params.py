@@ -140,7 +140,7 @@ def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
         )
     wrong = [name for name in given if not (name.isascii() and name.isdigit() and len(name) < 10)]
     if wrong:
-        raise invalid("logit_bias", f"logit_bias: {wrong[0][:40]!r} is no token id")
+        raise invalid("logit_bias", f"logit_bias: {wrong[0][:40]!r} is not a token id")
     return {int(name): bias for name, bias in given.items()}
 
 
@@ -157,7 +157,7 @@ def _form(asked: Sampling, other: StructuredOutputsParams | None) -> StructuredO
         raise invalid(
             "response_format",
             "response_format, structured_outputs, guided_… and a tool_choice that prescribes a "
-            "call exclude each other: give one of them",
+            "call cannot be combined: give one of them",
         )
     return forms[0] if forms else None
 

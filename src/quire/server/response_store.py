@@ -190,8 +190,8 @@ class Background:
         if len(self._runs) >= self._most:
             raise Refused(
                 429,
-                f"{len(self._runs)} responses are under way in the background, as many as there "
-                f"may be (max_background_responses): wait for one of them, or stay connected",
+                f"{len(self._runs)} responses run in the background, and more are not allowed "
+                f"(max_background_responses): wait until one ends, or stay connected",
                 code="background_limit",
                 retry_after_s=5,
             )

@@ -419,7 +419,7 @@ class CpuAttention(AttentionBackend):
         shape = shape_of(q, view, spec, softcap=softcap is not None, sinks=sinks is not None)
         num_tokens = int(batch.query_starts[-1])
         if q.shape[0] != num_tokens:
-            raise ValueError(f"{q.shape[0]} queries given, the batch has {num_tokens}")
+            raise ValueError(f"{q.shape[0]} queries were given, and the batch has {num_tokens}")
         work, layout = self._compiled(shape)
         plan = make_plan(batch, spec, shape, layout, self._threads.most)
         return _CpuStep(

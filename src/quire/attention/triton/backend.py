@@ -140,7 +140,7 @@ class TritonAttention(AttentionBackend):
     def _known_gpu(self, device: torch.device) -> Gpu:
         gpu = self._gpu(device)
         if isinstance(gpu, str):
-            raise ValueError(f"attention by Triton: {gpu}")
+            raise ValueError(f"attention by Triton is not possible here: {gpu}")
         return gpu
 
     def _calls(

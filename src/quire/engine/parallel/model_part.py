@@ -142,7 +142,8 @@ def refuse_options(config: EngineConfig, model: Any, provider: object = None) ->
         return
     if model is not None and not isinstance(model, LoadedModel | str | Path):
         raise ConfigError(
-            f"{option}: a model in memory cannot be cut any more: save it, and give its folder"
+            f"{option}: a model in memory cannot be divided among ranks: save it, and give "
+            f"its folder"
         )
     if provider is not None:
         raise ConfigError(

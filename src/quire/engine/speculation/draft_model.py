@@ -81,7 +81,7 @@ class DraftModel:
             return self._guess(sequences)
         except Exception:
             log.warning(
-                "no guesses for %d steps: the draft model failed", _REST_STEPS, exc_info=True
+                "no drafts for %d steps: the draft model failed", _REST_STEPS, exc_info=True
             )
             self._begin_anew()
             return NO_DRAFTS
@@ -104,7 +104,7 @@ class DraftModel:
         try:
             self._kv.restart()
         except MemoryUnavailable as error:
-            log.warning("no guesses any more: %s", error)
+            log.warning("no more drafts: %s", error)
             self._rest_steps = sys.maxsize
 
     def _guess(self, sequences: list[Sequence]) -> Drafts:

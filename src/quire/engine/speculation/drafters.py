@@ -111,13 +111,13 @@ def refuse_speculation(config: EngineConfig, loaded: LoadedModel) -> None:
     if loaded.spec.source_tokens and config.speculative_config is not None:
         raise ConfigError(
             f"speculative_config: {loaded.name} answers a source, of which neither its text so far "
-            f"nor a draft model knows, so that guesses would rarely come true: leave it out"
+            f"nor a draft model knows, so that drafts would rarely be accepted: leave it out"
         )
     layers = list(loaded.spec.recurrent_layers)
     if layers and config.speculative_config is not None:
         raise ConfigError(
             f"speculative_config: layers {layers} of {loaded.name} keep a recurrent state, which "
-            f"cannot be taken back where a guess was wrong: leave it out"
+            f"cannot be taken back after a wrong draft: leave it out"
         )
 
 

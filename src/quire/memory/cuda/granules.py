@@ -59,7 +59,7 @@ class Fences:
                 event = self._spare.pop() if self._spare else self._driver.create_event()
                 self._driver.record(event, stream)
             except DriverError as error:
-                log.warning("memory is given back later than it could be: %s", str(error))
+                log.warning("memory is given back with a delay: %s", str(error))
                 if event is not None:
                     self._spare.append(event)
                 return

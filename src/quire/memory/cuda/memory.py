@@ -63,8 +63,8 @@ class CudaMemory:
         page_bytes = page_bytes or granularity
         if page_bytes < 1 or page_bytes % granularity:
             raise ConfigError(
-                f"page_bytes={page_bytes} is no multiple of what CUDA device {device} hands out, "
-                f"{granularity} bytes: choose one, or leave it out"
+                f"page_bytes={page_bytes} is not a multiple of the granularity of CUDA device "
+                f"{device}, {granularity} bytes: choose one, or leave it out"
             )
         self.device = device
         self.cannot_share: str | None = None
@@ -127,8 +127,8 @@ class CudaMemory:
         """
         if heap_bytes is not None and heap_bytes % self.page_bytes:
             raise ConfigError(
-                f"heap_bytes={heap_bytes} is no multiple of a page of CUDA device {self.device}, "
-                f"{self.page_bytes} bytes"
+                f"heap_bytes={heap_bytes} is not a multiple of the page of CUDA device "
+                f"{self.device}, {self.page_bytes} bytes"
             )
         nbytes = align_up(nbytes, heap_bytes or self.page_bytes)
         addresses = _Addresses(self._granules, nbytes, self._tensor_device, parks=self._parks)

@@ -202,7 +202,7 @@ class Addresses:
             self.hide(0, self.nbytes)
         except OSError as error:
             # Its text alone: an exception keeps its frames, and they the files.
-            log.warning("closed memory stays mapped as long as tensors are over it: %s", str(error))
+            log.warning("closed memory stays mapped while tensors use it: %s", str(error))
 
     def tensor(self, dtype: "torch.dtype") -> "torch.Tensor":
         """Return a tensor [bytes / itemsize] over the whole range, which keeps it."""
@@ -365,7 +365,7 @@ class HeapRegion:
             raise ValueError("this memory region is closed")
         if self._guard.inherited:
             raise MemoryUnavailable(
-                "this memory belongs to the process that forked this one: make an own cache here"
+                "this memory belongs to the parent process: make a new cache in this process"
             )
 
     def _parts(self, offset: int, nbytes: int, stride: int = 0, count: int = 1) -> Iterator[_Part]:

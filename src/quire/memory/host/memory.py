@@ -123,7 +123,9 @@ class HostMemory:
 
     def _reserve_heaps(self, nbytes: int, heap_bytes: int) -> HeapRegion:
         if self.cannot_share is not None:
-            raise MemoryUnavailable(f"memory cannot be seen at two addresses: {self.cannot_share}")
+            raise MemoryUnavailable(
+                f"memory cannot be mapped at two addresses: {self.cannot_share}"
+            )
         if self._heaps is None:
             self._heaps = SystemCalls(), ForkGuard()
         return HeapRegion(*self._heaps, align_up(nbytes, heap_bytes), heap_bytes)
@@ -213,7 +215,7 @@ class HostRegion:
         # A second time where the system refuses, for the caller has no call to repeat.
         if self._cannot_empty() and (reason := self._cannot_empty()):
             log.warning(
-                "a closed region keeps up to %s while there are tensors over it: %s",
+                "a closed region keeps up to %s while tensors use it: %s",
                 format_bytes(self.committed_bytes),
                 reason,
             )

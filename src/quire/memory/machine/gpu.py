@@ -88,7 +88,7 @@ class CudaGauge:
     def read(self) -> MemoryReading:
         memory = cuda_memory(self._index)
         if memory is None:
-            raise MemoryUnavailable(f"CUDA device {self._index} is not there any more")
+            raise MemoryUnavailable(f"CUDA device {self._index} has disappeared")
         return MemoryReading(
             total_bytes=memory.total_bytes,
             available_bytes=memory.free_bytes,

@@ -306,7 +306,7 @@ class DropInCache(Cache):
             if family is not None:
                 if dtype != self._dtype:
                     raise ConfigError(
-                        f"this cache was given {dtype}, and copies of it hold {self._dtype}: make "
+                        f"this cache was given {dtype}, and its copies hold {self._dtype}: make "
                         f"a new one, or close() them"
                     )
                 return BatchRows(family, num_rows)

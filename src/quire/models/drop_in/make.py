@@ -72,7 +72,7 @@ def cache(  # noqa: PLR0913 - each is an option of its own, and the defaults wor
     device = model.device
     memory = CountedMemory(memory_for(device, "on-demand") if provider is None else provider)
     if shares_pages and memory.cannot_share is not None:
-        raise ConfigError(f"shares_pages cannot be had: {memory.cannot_share}; leave it out")
+        raise ConfigError(f"shares_pages=True is not possible: {memory.cannot_share}; leave it out")
     spec = _with_source(model, spec, max_source_tokens)
     asked = None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes)
     ceiling = _ceiling(model, spec, longest, asked)

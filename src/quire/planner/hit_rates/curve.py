@@ -141,7 +141,7 @@ def require_policies(names: Iterable[str], option: str) -> None:
     for name in names:
         if name != OPTIMUM and name not in EVICTION_POLICIES:
             known = ", ".join((*EVICTION_POLICIES, OPTIMUM))
-            raise ConfigError(f"{option} {name!r} is none of {known}")
+            raise ConfigError(f"{option} {name!r} is unknown; known: {known}")
 
 
 def hit_rate_curve(
@@ -175,7 +175,7 @@ def hit_rate_curve(
     for size in cache_tokens:
         if size < prompts.block_tokens:
             raise ConfigError(
-                f"a cache of {size:,} tokens holds not even one block of {prompts.block_tokens:,}"
+                f"a cache of {size:,} tokens is smaller than one block of {prompts.block_tokens:,}"
             )
     return _CurveRun(prompts, sorted(set(cache_tokens)), skip_requests, on_work).all(policies)
 

@@ -192,7 +192,8 @@ class FittedCosts:
         known = {each.name for each in fields(cls)}
         if not isinstance(given, dict) or set(given) != known:
             raise ConfigError(
-                f"--calibration {path} is no calibration: quire bench --calibrate {path} makes one"
+                f"--calibration {path} is not a calibration: quire bench --calibrate {path} "
+                f"makes one"
             )
         numbers = {name: value for name, value in given.items() if name != "about"}
         for name, value in numbers.items():

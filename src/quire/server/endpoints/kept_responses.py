@@ -86,8 +86,8 @@ async def response(context: RequestContext) -> Json[Response] | EventStream[Resp
             return as_written(context, _again(kept.events[after + 1 :]))
         raise invalid(
             "stream",
-            "this response was not asked for with background=true and stream=true: there are no "
-            "events of it to be read again",
+            "this response has no stored events: it was not requested with background=true and "
+            "stream=true",
         )
     if run is not None:
         return _as_it_is(context, run.now())
@@ -117,7 +117,8 @@ async def cancel(context: RequestContext) -> Json[Response]:
     if not kept.in_background:
         raise invalid(
             "response_id",
-            "only a response with background=true can be cancelled: to end another, leave",
+            "only a response with background=true can be cancelled: to end another, close its "
+            "connection",
         )
     return _as_it_is(context, kept.response)
 
@@ -138,7 +139,7 @@ async def input_items(context: RequestContext) -> Json[ItemList]:
     if after is not None:
         places = [place for place, item in enumerate(items) if item.get("id") == after]
         if not places:
-            raise invalid("after", f"after={after[:100]!r} is none of the items")
+            raise invalid("after", f"after={after[:100]!r} is not the id of an item")
         items = items[places[0] + 1 :]
     page = items[:limit]
     return as_json(
@@ -165,7 +166,7 @@ def _found(context: RequestContext) -> tuple[BackgroundRun | None, StoredRespons
     if run is None and kept is None:
         raise Refused(
             404,
-            f"no response {name[:100]!r} is stored here (any more)",
+            f"no response {name[:100]!r} is stored here",
             param="response_id",
             code="response_not_found",
         )

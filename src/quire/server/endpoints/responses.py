@@ -168,8 +168,8 @@ def _continued(context: RequestContext, asked: ResponsesRequest) -> tuple[bytes,
     if kept is None:
         raise Refused(
             404,
-            f"previous_response_id: {name[:100]!r} is not stored (any more), or still under way: "
-            "give the whole conversation as input",
+            f"previous_response_id: {name[:100]!r} is not stored, or still runs: give the whole "
+            "conversation as input",
             param="previous_response_id",
             code="previous_response_not_found",
         )

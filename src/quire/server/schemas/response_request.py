@@ -88,7 +88,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         refuse_several(self)
         for name in ("conversation", "prompt"):
             if getattr(self, name) is not None:
-                raise invalid(name, f"{name}: this server keeps none, give input items instead")
+                raise invalid(name, f"{name}: this server stores none: give input items instead")
         if self.background and not self.is_kept:
             raise invalid(
                 "store",
