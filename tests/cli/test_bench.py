@@ -161,7 +161,7 @@ def test_a_server_that_refuses_everything_is_one_clear_line(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--url", "ftp://x"), "--url 'ftp://x' is no address"),
+        (("--url", "ftp://x"), "--url 'ftp://x' is not an address"),
         (("--url", "http://127.0.0.1:1"), "Is the server up? --model names a"),
         (("--url", "http://x", "--cache", "paged"), "--cache: --url measures a server, whose own"),
         (("--url", "http://x", "--header", "no"), "--header 'no' must have the form NAME: VALUE"),

@@ -190,8 +190,8 @@ def test_a_refusal_is_one_line_and_nothing_is_kept(
     ("flags", "said"),
     [
         (("--url", "http://127.0.0.1:1"), "--url http://127.0.0.1:1: /v1/models does not"),
-        (("--url", "ftp://x"), "--url 'ftp://x' is no address"),
-        (("--url", "unix:"), "--url 'unix:' is no address"),
+        (("--url", "ftp://x"), "--url 'ftp://x' is not an address"),
+        (("--url", "unix:"), "--url 'unix:' is not an address"),
         (("--url", "unix:/no/socket"), "--url unix:/no/socket: /v1/models does not"),
         (("--api-key", "two words"), "--api-key must be printable ASCII without spaces"),
         (("--model", "m", "--prompt", " "), "--prompt is empty"),

@@ -61,7 +61,7 @@ def test_what_is_wrong_is_said_before_torch_is_imported(taken_port: str, tmp_pat
     serve = ["serve", "--port", "0"]
     cases = {
         "No such option: --blok-size": ["serve", "--blok-size", "4"],
-        f"port={taken_port} cannot be listened on": ["serve", "--port", taken_port],
+        f"port={taken_port} cannot be bound": ["serve", "--port", taken_port],
         "'12Gigs' is not a size": [*serve, "--kv-cache-memory-bytes", "12Gigs"],
         "--tool-call-parser 'nope' is unknown": [*serve, "--tool-call-parser", "nope"],
         "--reasoning-parser 'nope' is unknown": [*serve, "--reasoning-parser", "nope"],

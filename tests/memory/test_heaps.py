@@ -292,7 +292,7 @@ class Forked:
             lambda: self.region.tensor(torch.uint8),
             lambda: self.window.map(0, 0, PAGE),
         ):
-            with pytest.raises(MemoryUnavailable, match="process that forked this one"):
+            with pytest.raises(MemoryUnavailable, match="belongs to the parent process"):
                 call()
         self.window.unmap(0, PAGE)
         self.region.close()

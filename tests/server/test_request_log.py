@@ -57,7 +57,7 @@ def test_without_the_option_nothing_is_written(tmp_path: Path) -> None:
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="is there already: name another file"):
+    with pytest.raises(ConfigError, match="exists already: name another file"):
         RequestWriter(str(path))
     with pytest.raises(ConfigError, match="cannot be written: No such file"):
         RequestWriter(str(tmp_path / "no" / "x"))

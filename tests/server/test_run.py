@@ -163,9 +163,9 @@ def test_an_engine_that_fails_shows_in_health_and_then_ends_the_process() -> Non
         answer = client.post("/v1/completions", json={**body("import os", 5), "stream": False})
         assert answer.status_code == 500
         assert client.get("/health").status_code == 503
-        process.wait_for("the engine has failed: /health says so")
+        process.wait_for("the engine has failed: /health answers 503")
         # Where, and of which kind: a message could quote a prompt.
-        assert re.search(r"every request with it\nOSError\n  .* in ", process.log)
+        assert re.search(r"all its requests fail\nOSError\n  .* in ", process.log)
         assert "the device is gone" not in process.log
         process.child.send_signal(signal.SIGTERM)  # for those who do not want to wait
         assert process.end() == 1

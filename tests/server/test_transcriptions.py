@@ -386,11 +386,11 @@ def test_what_it_cannot_do_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch
         (b"", {}, "begins with b''"),
         (packed(sound(1)[:0]), {}, "it has no samples"),
         (silent_flac, {}, "3 seconds and may have 2"),
-        (bytes(unsaid), {}, "it does not say how long it is"),
+        (bytes(unsaid), {}, "its header has no length"),
         (packed(np.zeros((100, 9), np.float32)), {}, "9 channels and may have 8"),
         (packed(sound(1)[:100], rate=1000), {}, "it has 1,000 samples a second"),
-        (loud, {}, "no numbers, or far too loud"),
-        (packed(np.full(9, np.nan, np.float32), subtype="FLOAT"), {}, "no numbers, or far"),
+        (loud, {}, "not numbers, or far too loud"),
+        (packed(np.full(9, np.nan, np.float32), subtype="FLOAT"), {}, "not numbers, or far"),
     ]
 
     async def test(client: Client) -> None:
@@ -408,7 +408,10 @@ def test_a_model_that_reads_text_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     async def test(client: Client) -> None:
         refused = await ask(client, packed(sound(1)))
         assert refused.status == 400
-        assert refused.error["message"] == "T5ForConditionalGeneration hears nothing: it reads text"
+        assert (
+            refused.error["message"]
+            == "T5ForConditionalGeneration cannot transcribe: it reads text"
+        )
         monkeypatch.setitem(sys.modules, "python_multipart.multipart", None)
         missing = await ask(client, packed(sound(1)))
         assert missing.status == 501

@@ -89,8 +89,8 @@ def known_machine(
     if stated_bytes is None:
         raise MemoryUnavailable(f"{silent}: state the KV budget, kv_cache_memory_bytes, in bytes")
     log.warning(
-        "%s: kv_cache_memory_bytes=%s is used as stated, and Quire cannot check that so much memory "
-        "is available",
+        "%s: kv_cache_memory_bytes=%s is used as stated, and Quire cannot check that so much "
+        "memory is available",
         silent,
         format_bytes(stated_bytes),
     )

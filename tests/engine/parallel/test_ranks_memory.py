@@ -139,7 +139,7 @@ def test_the_ceiling_goes_by_the_device_that_has_the_least(
 
 def test_a_device_that_does_not_say_how_much_it_has_left_is_an_error() -> None:
     team: Any = Told(Failed(MemoryUnavailable("CUDA device 1 has disappeared")))
-    with pytest.raises(MemoryUnavailable, match="device 1 is not there"):
+    with pytest.raises(MemoryUnavailable, match="device 1 has disappeared"):
         RankedGauge(team, Says()).read()
 
 

@@ -51,9 +51,9 @@ def test_skipped_rows_are_told(trace: str, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"policies": "fifo"}, "--policies 'fifo' is none of choice, "),
+        ({"policies": "fifo"}, "--policies 'fifo' is unknown; known: choice, "),
         ({"cache_tokens": "many"}, "'many' is not a count: write e.g. 4M"),
-        ({"cache_tokens": "1"}, "a cache of 1 tokens holds not even one block"),
+        ({"cache_tokens": "1"}, "a cache of 1 tokens is smaller than one block"),
         ({"warmup_fraction": 1.0}, "--warmup-fraction 1.0 must be"),
         ({"max_skipped": -1}, "--max-skipped -1"),
         ({"block_size": 500}, "--block-size 500"),

@@ -221,7 +221,7 @@ def test_the_deepest_of_equals_goes_first() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policies": ["fifo"]}, "'fifo' is none of choice, "),
+        ({"policies": ["fifo"]}, "'fifo' is unknown; known: choice, "),
         ({"cache_tokens": [3]}, "a cache of 3 tokens is smaller than one block of 4"),
         ({"skip_requests": 2}, "below the trace's 2 requests"),
         ({"block_tokens": 6}, "--block-size 6 must be a multiple of 4"),
