@@ -115,7 +115,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        f"Data type of keys and values: {', '.join(KV_CACHE_DTYPES)}; auto is the same as --dtype.",
+        f"Data type of keys and values: {', '.join(KV_CACHE_DTYPES)} (auto is the same as "
+        "--dtype).",
     )
     cache: str = option(
         "paged",

@@ -97,8 +97,8 @@ class ServerConfig:
     )
     admin_api_key: tuple[str, ...] = option(
         (),
-        "API key of the operator, or @FILE. A server with keys demands it for administration, "
-        "/metrics and other clients' sequences.",
+        "API key of the operator, or @FILE. Once set, only this key allows administration, "
+        "/metrics and the view of all clients' sequences.",
         secret=True,
         flag_type=list[str] | None,
         parse=partial(parse_keys, option="admin_api_key"),
@@ -106,8 +106,8 @@ class ServerConfig:
     )
     allowed_origins: tuple[str, ...] = option(
         (),
-        "Origin of web pages that may send requests, e.g. https://chat.example.org; * allows all. "
-        "May be given several times.",
+        "Origin of web pages that may send requests, e.g. https://ui.example; * allows all. May be "
+        "given several times.",
         flag_type=list[str] | None,
         parse=_texts,
         panel=_CLIENTS,
