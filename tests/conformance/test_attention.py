@@ -295,5 +295,5 @@ def test_padding_is_read_by_no_query(name: str, kind: str) -> None:
 
 def test_padding_is_not_for_devices() -> None:
     batch = replace(shaped_case("paged", "full", 0, "float32").fresh_batch(), padding=np.ones(8))
-    with pytest.raises(ValueError, match="read on the CPU only"):
+    with pytest.raises(ValueError, match="read only on the CPU"):
         batch.on(torch.device("meta"))

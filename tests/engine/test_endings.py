@@ -285,7 +285,7 @@ def test_a_search_that_fails_ends_alone(strategy: str, caplog: pytest.LogCapture
         told = [tuple(d.token_id for d in deltas if d.index == i) for i in range(len(want))]
         assert told == want
         assert_all_is_given_back(llm)
-    assert "a beam search fails" in caplog.text
+    assert "a beam search failed" in caplog.text
 
 
 # -- an LLM that is closed under its readers ------------------------------------------------------

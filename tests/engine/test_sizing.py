@@ -180,9 +180,9 @@ def test_where_nothing_is_told_what_is_stated_is_given(caplog: pytest.LogCapture
         assert "not checked" in llm.ledger.room_source
     with quire.cache(model, "paged", kv_cache_memory_bytes="1MiB", max_model_len=64) as cache:
         assert cache.usage().num_tokens == 0
-    told = [r.getMessage() for r in caplog.records if "nothing checks" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "cannot check" in r.getMessage()]
     assert len(told) == 2
-    assert all("kv_cache_memory_bytes=1.00 MiB is taken as it is" in each for each in told)
+    assert all("kv_cache_memory_bytes=1.00 MiB is used as stated" in each for each in told)
 
 
 @pytest.mark.usefixtures("silent")

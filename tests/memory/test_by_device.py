@@ -108,7 +108,7 @@ def test_no_bindings_no_driver_and_no_mapping_are_said(
     monkeypatch.setattr(EmulatedDriver, "cuMemsetD8Async", lambda *_: (CUresult.CUDA_SUCCESS,))
     assert "new memory is not full of zeros" in str(why_no_memory(torch.device("cuda:0")))
     monkeypatch.setattr(torch.version, "hip", "6.2")
-    with pytest.raises(ConfigError, match="GPUs of AMD"):
+    with pytest.raises(ConfigError, match="AMD GPUs"):
         memory_for(GPU, "on-demand")
 
 

@@ -437,7 +437,7 @@ def test_a_forked_child_keeps_nothing_and_takes_nothing(heap_bytes: int | None) 
                         try:
                             verb(0 if verb == region.commit else 1 << 18, 1 << 12)
                         except MemoryUnavailable as error:
-                            assert heap_bytes and "forked" in str(error)
+                            assert heap_bytes and "parent process" in str(error)
                     assert not flat.numpy()[1 << 18 : 1 << 19].any()
                     region.close()
                     code = 0

@@ -501,10 +501,10 @@ def test_a_rule_that_gives_what_is_asked_for_gives_room_for_the_states_too(
 
 def test_speculation_is_refused(hybrid: PreTrainedModel) -> None:
     lookup = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
-    with pytest.raises(ConfigError, match=r"layers \[0, 1, 3\].*guess was wrong"):
+    with pytest.raises(ConfigError, match=r"layers \[0, 1, 3\].*after a wrong draft"):
         llm_of(hybrid, speculative_config=lookup)
     draft = SpeculativeConfig(model=hybrid, num_speculative_tokens=2)
-    with pytest.raises(ConfigError, match=r"draft model GraniteMoeHybrid.*guess was wrong"):
+    with pytest.raises(ConfigError, match=r"draft model GraniteMoeHybrid.*after a wrong draft"):
         llm_of(tiny_model("llama"), speculative_config=draft)
 
 

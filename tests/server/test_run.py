@@ -235,7 +235,7 @@ def test_a_socket_that_nobody_listens_at_makes_way(tmp_path: Path) -> None:
     listeners.close()
     assert not path.exists()
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="exists and is no socket"):
+    with pytest.raises(ConfigError, match="exists and is not a socket"):
         open_listeners(ServerConfig(uds=str(path)))
     assert path.read_text() == "mine"
 

@@ -337,7 +337,7 @@ def refused(model: Any, size: int = 2, **options: Any) -> str:
 
 def test_what_cannot_be_cut_is_said_before_anything_is_started(folder: Folder) -> None:
     llama = folder.of("llama")
-    assert "a model in memory cannot be cut" in refused(tiny_model("llama"))
+    assert "a model in memory cannot be divided" in refused(tiny_model("llama"))
     assert "was loaded in 1 part" in refused(load(llama))
     assert "does not divide the 2 heads" in refused(llama, size=3)
     assert "make it one of 1, 2" in refused(llama, size=4)
