@@ -130,8 +130,8 @@ def _refuse_recurrent_draft(draft: LoadedModel) -> None:
     if draft.spec.recurrent_layers:
         raise ConfigError(
             f"speculative_config: layers {list(draft.spec.recurrent_layers)} of the draft model "
-            f"{draft.name} keep a recurrent state, which cannot be taken back where a guess was "
-            f"wrong: use another one"
+            f"{draft.name} keep a recurrent state, which cannot be taken back after a wrong "
+            f"draft: use another one"
         )
 
 
