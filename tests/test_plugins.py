@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, MemoryUnavailable
 from quire.plugins import Registry
 
 
@@ -77,3 +77,29 @@ def test_an_entry_point_is_loaded_when_it_is_chosen_and_not_before() -> None:
         registry["number"]
     with pytest.raises(ConfigError, match=r"cannot be loaded: OSError.*no such device"):
         registry["broken"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_name_of_two_packages_is_refused_with_both(tmp_path: Path) -> None:
+    info = tmp_path / "second-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: second\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[quire.texts]\ntheirs = second:text\n")
+    registry = make()
+    assert list(registry) == ["own", "theirs", "number", "broken"]  # others are not disturbed
+    with pytest.raises(ConfigError, match=r"'theirs' is in several .*texts-of-a-test.* of second"):
+        registry.find("theirs", "--text")
+
+
+def test_an_error_of_another_packages_code_names_the_option() -> None:
+    registry = make()
+    registry.register("mine", "one")
+    with (
+        pytest.raises(ConfigError, match=r"--text='mine': this sort of text .*KeyError\('a'\)"),
+        registry.blamed("mine", "--text"),
+    ):
+        raise KeyError("a")
+    for name, error in (("own", KeyError("a")), ("mine", MemoryUnavailable("no pages"))):
+        with pytest.raises(type(error)) as found, registry.blamed(name, "--text"):
+            raise error
+        assert found.value is error

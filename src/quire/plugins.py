@@ -7,9 +7,10 @@ option that takes such a name asks the registry, so a new name needs a change no
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar, final
 
-from quire.errors import ConfigError, one_line
+from quire.errors import ConfigError, QuireError, one_line
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -35,14 +36,14 @@ class Registry(Mapping[str, T], Generic[T]):
         self.kind, self.group = kind, group
         self._own, self._check = dict(own), check
         self._registered: dict[str, T] = {}
-        self._found: dict[str, EntryPoint] | None = None  # None: not looked for yet
+        self._found: dict[str, list[EntryPoint]] | None = None  # None: not looked for yet
 
     def __getitem__(self, name: str) -> T:
         """Find an implementation. Raises: KeyError for an unknown name; ConfigError if it fails."""
         for known in (self._own, self._registered):
             if name in known:
                 return known[name]
-        return self._loaded(self._entry_points()[name])
+        return self._loaded(name, self._entry_points()[name])
 
     def __iter__(self) -> Iterator[str]:
         """List every name, Quire's own first."""
@@ -102,20 +103,44 @@ class Registry(Mapping[str, T], Generic[T]):
         """Take a registered name back. Raises: KeyError if it is not registered."""
         del self._registered[name]
 
-    def _entry_points(self) -> "dict[str, EntryPoint]":
+    @contextmanager
+    def blamed(self, name: str, option: str) -> Iterator[None]:
+        """Have an error of another package's code name the option, as a ConfigError.
+
+        Errors of Quire, and those of its own implementations, are as they were raised.
+        """
+        try:
+            yield
+        except Exception as error:  # a package's code raises what it likes
+            if name in self._own or isinstance(error, QuireError):
+                raise
+            raise ConfigError(
+                f"{option}={name!r}: this {self.kind} cannot be made: {one_line(error)}"
+            ) from error
+
+    def _entry_points(self) -> "dict[str, list[EntryPoint]]":
         if self._found is None:
             from importlib.metadata import entry_points  # 20 ms, for names that are not Quire's own
 
-            own = self._own
-            self._found = {
-                each.name: each for each in entry_points(group=self.group) if each.name not in own
-            }
+            self._found = {}
+            for each in entry_points(group=self.group):
+                if each.name not in self._own:
+                    self._found.setdefault(each.name, []).append(each)
         return self._found
 
-    def _loaded(self, entry_point: "EntryPoint") -> T:
-        place = f"{self.kind} {entry_point.name!r} (entry point {entry_point.value!r})"
+    def _loaded(self, name: str, found: "list[EntryPoint]") -> T:
+        places = [
+            f"entry point {each.value!r}" + (f" of {each.dist.name}" if each.dist else "")
+            for each in found
+        ]
+        if len(found) > 1:
+            raise ConfigError(
+                f"{self.kind} {name!r} is in several packages: {'; '.join(places)}: uninstall all "
+                f"but one"
+            )
+        place = f"{self.kind} {name!r} ({places[0]})"
         try:
-            implementation: T = entry_point.load()
+            implementation: T = found[0].load()
         except Exception as error:  # a package's import raises what it likes
             raise ConfigError(f"{place} cannot be loaded: {one_line(error)}") from error
         if (why := self._check(implementation)) is not None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kv.caches import policy_pool
+from kv.caches import FULL, Cache, policy_pool, span
 from quire.errors import ConfigError
 from quire.kv import (
     EVICTION_POLICIES,
@@ -29,7 +29,7 @@ from quire.kv import (
     Score,
     ScoredPolicy,
 )
-from quire.kv.eviction import Priority, Times
+from quire.kv.eviction import Priority, Recency, Times
 from quire.kv.eviction_queue import Ids
 from quire.planner.hit_rates import hit_rate_curve
 from quire.spec import FullAttention, Group
@@ -297,6 +297,27 @@ def test_a_policy_of_any_order_passes() -> None:
         test_check_names_what_may_be_evicted("newest")
     finally:
         EVICTION_POLICIES.unregister("newest")
+
+
+@pytest.mark.parametrize("victims", [[], [0], [1], [2, 2], [3, 2, 3]])
+def test_victims_that_may_not_go_are_refused(victims: list[int]) -> None:
+    """Of none, the search for room had no end; of a held block, two sequences wrote into one."""
+    cache = Cache(FULL, num_blocks=4)
+    cache.start(0, span(0, 4))  # block 0
+    cache.start(1, span(10, 22))
+    cache.free(1)  # blocks 1, 2 and 3 are cached
+    pool = cache.blocks.pools[0]
+    assert (pool.refs[:4].tolist(), pool.num_cached) == ([1, 0, 0, 0], 3)
+    pool.forget(ids(1))
+
+    class Wrong(Recency):
+        def evict(self, count: int, *, alike: bool = False) -> Ids:
+            return ids(*victims)
+
+    pool.evictable.__class__ = Wrong
+    with pytest.raises(ConfigError, match=r"Wrong evicts blocks \[.*another prefix_caching_policy"):
+        pool.evict(2, alike=False)
+    assert pool.refs[:4].tolist() == [1, 0, 0, 0]
 
 
 # -- one by one ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ import torch
 import quire
 from conformance import named
 from quire import LLM, SamplingParams
+from quire.attention import BACKENDS
 from quire.errors import ConfigError
-from quire.kv import STRATEGIES
+from quire.kv import EVICTION_POLICIES, STRATEGIES, Strategy, range_storage
 from quire.memory import PROVIDERS, HostMemory
+from quire.plugins import Registry
 from test_house import blocks
 from tiny import tiny_model, tokens
 
@@ -105,14 +108,24 @@ def test_an_unknown_name_is_no_reason_to_test_something_else() -> None:
     assert not named.is_chosen()
 
 
+def refuse(*_: object) -> Any:
+    raise OSError("no such device")
+
+
 @pytest.fixture
 def registered(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(installed))
     STRATEGIES.register("doubling", import_module("doubling_rows").STRATEGY)
     PROVIDERS.register("anonymous", import_module("anonymous_memory").make)
+    registries: list[Registry[Any]] = [BACKENDS, EVICTION_POLICIES, PROVIDERS, STRATEGIES]
+    fails = Strategy(make_accounting=refuse, make_storage=range_storage)
+    for registry in registries:
+        registry.register("fails", fails if registry is STRATEGIES else refuse)
     yield
     STRATEGIES.unregister("doubling")
     PROVIDERS.unregister("anonymous")
+    for registry in registries:
+        registry.unregister("fails")
     for module in GUIDES:
         del sys.modules[module]
 
@@ -154,6 +167,12 @@ def test_a_cache_for_generate_takes_the_name() -> None:
         ({"memory_provider": "anon"}, "memory_provider='anon' is no memory provider; known: auto"),
         ({"cache": "doubling", "tensor_parallel_size": 2}, "group 'quire.strategies'"),
         ({"memory_provider": "anonymous", "tensor_parallel_size": 2}, "registered in this process"),
+        ({"attention_backend": "fails", "tensor_parallel_size": 2}, "group 'quire.attention_back"),
+        ({"prefix_caching_policy": "fails", "tensor_parallel_size": 2}, "group 'quire.evicti"),
+        ({"cache": "fails"}, "cache='fails': this cache strategy cannot be made: OSError"),
+        ({"memory_provider": "fails"}, "memory_provider='fails': .* cannot be made: OSError"),
+        ({"attention_backend": "fails"}, "attention_backend='fails': .* cannot be made: OSError"),
+        ({"prefix_caching_policy": "fails"}, "prefix_caching_policy='fails': .* made: OSError"),
     ],
 )
 def test_what_a_name_cannot_be_given_with_is_said(options: dict[str, object], said: str) -> None:

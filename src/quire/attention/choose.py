@@ -171,7 +171,8 @@ def backend_for_graphs(
 def _find(name: str, layers: LayersToServe) -> "AttentionBackend | str":
     """Make the backend of that name, or return why it cannot serve these layers."""
     try:
-        backend = BACKENDS[name](layers)
+        with BACKENDS.blamed(name, "attention_backend"):
+            backend = BACKENDS[name](layers)
     except ConfigError as error:
         return str(error)
     reasons = (backend.unsupported(spec, layers.device) for spec in layers.specs)

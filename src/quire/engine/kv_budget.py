@@ -61,7 +61,8 @@ def named_memory(config: EngineConfig, device: "torch.device") -> MemoryProvider
     Raises: ConfigError where the device cannot have it. MemoryUnavailable.
     """
     make = PROVIDERS.find(config.memory_provider, "memory_provider")
-    return make(MemoryRequest(device=device, residency=config.residency))
+    with PROVIDERS.blamed(config.memory_provider, "memory_provider"):
+        return make(MemoryRequest(device=device, residency=config.residency))
 
 
 def cache_config(

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from quire.errors import ConfigError
 from quire.kv.eviction import (
     EvictionPolicy,
     MakePolicy,
@@ -414,8 +415,23 @@ class BlockPool:
         """Choose ``count`` cached blocks, or all, and take them out of the cache.
 
         Returns: the blocks and their nodes (i64[n] each). The caller hands the blocks to ``empty``.
+
+        Raises: ConfigError for a policy that names none, or others than cached and free blocks.
         """
+        least = min(1, count, self.num_cached)
         blocks = self.evictable.evict(count, alike=alike)
+        # Another package may have written the policy, and a block in use must not be given away.
+        if (
+            not least <= len(blocks) <= count
+            or np.count_nonzero(self.refs[blocks])
+            or np.count_nonzero(self.nodes[blocks] == NO_NODE)
+            or len(set(blocks.tolist())) < len(blocks)
+        ):
+            raise ConfigError(
+                f"eviction policy {type(self.evictable).__name__} evicts blocks {blocks.tolist()} "
+                f"where at most {count} have to go: it must name one or more, each once, that are "
+                f"cached and that no sequence holds; choose another prefix_caching_policy"
+            )
         return blocks, self._out_of_cache(blocks)
 
     def evict_granules(self, granules: Ids) -> tuple[Ids, Ids]:

@@ -26,7 +26,13 @@ from quire.kv.allocation import (
 from quire.kv.block_pool import Moves, Pools, PoolSize
 from quire.kv.block_steps import Counts, GroupStep, check_trim, first_columns, group_step
 from quire.kv.block_tables import PASSED, BlockTables
-from quire.kv.eviction import EVICTION_POLICIES, MakePolicy, Priority
+from quire.kv.eviction import (
+    EVICTION_POLICIES,
+    EvictionPolicy,
+    MakePolicy,
+    PolicyPool,
+    Priority,
+)
 from quire.kv.eviction_queue import NO_IDS, Ids
 from quire.kv.interface import AS_IT_IS, CacheConfig, Extension, Slots, Usage
 from quire.kv.layout import granule_blocks, row_bytes, slot_bytes, stacking
@@ -493,12 +499,19 @@ class PagedAccounting(BlockCoordinator):
         """``whole_pages``: a block is made of those, all layers of a group together."""
         self._config = config
         self._sizes = [self._size(group, whole_pages) for group in groups]
+        name, option = config.eviction_policy, "prefix_caching_policy"
+        make = EVICTION_POLICIES.find(name, option)
+
+        def make_policy(pool: PolicyPool) -> EvictionPolicy:
+            with EVICTION_POLICIES.blamed(name, option):
+                return make(pool)
+
         super().__init__(
             groups,
             self._sizes,
             block_size=config.block_size,
             capacity_bytes=config.capacity_bytes,
-            make_policy=EVICTION_POLICIES.find(config.eviction_policy, "eviction_policy"),
+            make_policy=make_policy,
             caching=config.enable_prefix_caching,
             keep_events=config.keep_events,
         )

@@ -99,9 +99,13 @@ STRATEGIES: Registry[Strategy] = Registry(
 
 
 def build_accounting(strategy: str, spec: ModelSpec, config: CacheConfig) -> Accounting:
-    """Make the accounting of a strategy for a model. Raises: ConfigError for an unknown name."""
+    """Make the accounting of a strategy for a model.
+
+    Raises: ConfigError for an unknown name, or where another package's strategy raises an error.
+    """
     found = STRATEGIES.find(strategy, "cache")
-    return found.make_accounting(states_last(spec.groups), config)
+    with STRATEGIES.blamed(strategy, "cache"):
+        return found.make_accounting(states_last(spec.groups), config)
 
 
 def build_storage(
@@ -117,10 +121,12 @@ def build_storage(
     ``make_writer`` is asked once for each layer, and what it gives writes there instead of torch.
     With ``one_stream`` nothing is copied beside the steps of a GPU.
 
-    Raises: ConfigError for an unknown name. MemoryUnavailable.
+    Raises: ConfigError for an unknown name, or where another package's strategy raises an error.
+    MemoryUnavailable.
     """
     found = STRATEGIES.find(strategy, "cache")
-    storage = found.make_storage(accounting, provider, make_writer)
+    with STRATEGIES.blamed(strategy, "cache"):
+        storage = found.make_storage(accounting, provider, make_writer)
     if one_stream and isinstance(storage, StackedStorage):
         storage.copy_in_line()
     return storage

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
+from quire.attention import BACKENDS
 from quire.config import EngineConfig
 from quire.devices import choose_device
 from quire.engine.parallel.leader import LeaderGroup
@@ -15,12 +16,13 @@ from quire.engine.parallel.messages import Call, Failed
 from quire.engine.parallel.process_group import meeting
 from quire.engine.parallel.worker_group import WorkerGroup, nothing
 from quire.errors import ConfigError
-from quire.kv import STRATEGIES, CacheConfig
+from quire.kv import EVICTION_POLICIES, STRATEGIES, CacheConfig
 from quire.memory import PROVIDERS
 from quire.memory.machine import Machine
 from quire.memory.residency import Residency
 from quire.models.loader import LoadedModel, load, read_config
 from quire.models.rank_spec import part_spec
+from quire.plugins import Registry
 from quire.spec import ModelSpec
 from quire.spec.model_files import find_folder
 
@@ -150,7 +152,13 @@ def refuse_options(config: EngineConfig, model: Any, provider: object = None) ->
             f"{option}: provider= is of one process, and each rank makes its own: leave it out, or "
             f"give memory_provider a name"
         )
-    for name, registry in (("cache", STRATEGIES), ("memory_provider", PROVIDERS)):
+    registries: dict[str, Registry[Any]] = {
+        "cache": STRATEGIES,
+        "memory_provider": PROVIDERS,
+        "attention_backend": BACKENDS,
+        "prefix_caching_policy": EVICTION_POLICIES,
+    }
+    for name, registry in registries.items():
         if registry.is_local(getattr(config, name)):
             raise ConfigError(
                 f"{option}: {name}={getattr(config, name)} was registered in this process alone, "
