@@ -389,6 +389,8 @@ def test_a_name_is_of_one_request_at_a_time() -> None:
                 await read(llm, prompts()[1], request_id="1")
             nameless = await read(llm, prompts()[1])
             assert token_ids(nameless) == generated_by_transformers("llama")[1]
+            with pytest.raises(RequestError, match=r"request_id '1' is in use"):
+                await read(llm, prompts()[1], request_id="1")
             await stream.aclose()
             again = await read(llm, prompts()[1], request_id="1")
             assert token_ids(again) == token_ids(nameless)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -67,6 +68,18 @@ def test_pieces_arrive_whole_however_late_they_are_read(
         assert [d.finish_reason for d in own[:-1]] == [None] * (len(own) - 1)
         assert (own[-1].finish_reason, own[-1].detail) == ("length", "full")
         assert {d.num_cached_tokens for d in own} == {choice}
+
+
+def test_log_probabilities_of_the_prompt_come_with_the_first_piece_that_is_read() -> None:
+    async def run() -> list[TextDelta]:
+        mailbox = OutputCollector()
+        told = (TokenLogprobs(token_id=1, logprob=-1, rank=1),)
+        mailbox.put(replace(delta(0, "a", [1]), prompt_logprobs=told))
+        mailbox.put(delta(0, "b", [2]))
+        return await mailbox.take()
+
+    (taken,) = asyncio.run(run())
+    assert (taken.text, len(taken.prompt_logprobs)) == ("ab", 1)
 
 
 def test_a_lone_piece_is_handed_on_as_it_is() -> None:

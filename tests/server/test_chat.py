@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from engine.test_llm import demo
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import ServerConfig
+from quire.engine.outputs import TextDelta
+from quire.engine.sequence import Request
 from server.asking import Answer, Client, nothing_runs, run, saying, serving
 
 TEMPLATE = (
@@ -242,6 +245,43 @@ def test_one_call_is_required_unless_several_are_asked_for(
             assert num_calls == len(put_together(streamed)[0]["tool_calls"])
             assert num_calls == 1 if most == 1 else num_calls > 1
             assert choice["finish_reason"] == ("tool_calls" if most == 1 else "length")
+
+    run(ask())
+
+
+def test_a_choice_that_has_its_one_call_ends_once_while_others_go_on() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": true, "b": "x"}}</tool_call>'
+    seen: list[SamplingParams] = []
+
+    async def generate(request: Request) -> AsyncGenerator[TextDelta, None]:
+        seen.append(request.params)
+        for choice, text, reason in (
+            (0, call, None),
+            (1, "no", None),
+            (0, "more", None),
+            (0, "", "stop"),
+            (1, " call", "capacity"),
+        ):
+            yield TextDelta(
+                index=0, choice=choice, text=text, token_ids=(9,), finish_reason=reason
+            )
+
+    async def ask() -> None:
+        async with serving(CONFIG) as client:
+            client.service.llm.generate = generate
+            several = {"n": 2, "temperature": 1, "tools": [ADD], "parallel_tool_calls": False}
+            whole, streamed = await both(client, **several, skip_special_tokens=False)
+            ends = [
+                (choice["index"], choice["finish_reason"])
+                for event in streamed.events[:-1]
+                for choice in event["choices"]
+                if choice["finish_reason"] is not None
+            ]
+            # No word of OpenAI's says that KV memory ran out.
+            assert ends == [(0, "tool_calls"), (1, "length")]
+            assert [each["finish_reason"] for each in whole["choices"]] == ["tool_calls", "length"]
+            assert whole["choices"][1]["message"]["content"] == "no call"
+            assert not any(params.skip_special_tokens for params in seen)
 
     run(ask())
 
@@ -499,5 +539,11 @@ def test_what_an_answer_stopped_at_is_said() -> None:
             whole, streamed = await both(client, stop=[stop])
             assert whole["choices"][0]["stop_reason"] == stop
             assert streamed.events[-2]["choices"][0]["stop_reason"] == stop
+            client.service.chat._stop = (stop,)  # the model's own: told only if the client named it
+            for fields, told in (({}, None), ({"stop": [stop]}, stop)):
+                whole, streamed = await both(client, **fields)
+                assert whole["choices"][0]["finish_reason"] == "stop"
+                assert whole["choices"][0]["stop_reason"] == told
+                assert streamed.events[-2]["choices"][0]["stop_reason"] == told
 
     run(ask())

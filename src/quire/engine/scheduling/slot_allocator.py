@@ -171,7 +171,7 @@ class SlotAllocator:
         ceiling = self.accounting.ceiling
         if isinstance(verdict, Never) or ceiling.now_bytes == ceiling.capacity_bytes:
             return False
-        lacking = verdict.need_bytes + verdict.kept_bytes - verdict.free_bytes
+        lacking = verdict.need_bytes - verdict.free_bytes
         if lacking > 0:
             self.accounting.resize(ceiling.now_bytes + lacking, for_now=True)
         return lacking > 0

@@ -122,10 +122,7 @@ class PlacedStates:
     def chunk(self, number: int) -> "PlacedStates":
         """Return one of the step's chunks, by itself."""
         one = self.batch.chunk(number)
-        device = self.places.device
-        if device.type == "cpu":
-            return placed_states(one, [torch.from_numpy(array) for array in one.arrays])
-        return placed_states(one, to_device(one.arrays, device))
+        return placed_states(one, to_device(one.arrays, self.places.device))
 
 
 def placed_states(batch: StateBatch, found: Sequence[Tensor]) -> PlacedStates:
