@@ -418,7 +418,7 @@ def test_a_newcomer_waits_until_its_whole_prompt_fits() -> None:
     ]
 
 
-@pytest.mark.parametrize("then", ["it has all", "another runs first"])
+@pytest.mark.parametrize("then", ["it has all", "another runs first", "it has no more"])
 def test_a_prompt_that_fits_in_chunks_only_goes_on_when_it_has_more_room(then: str) -> None:
     """Twice it found too little beside what an outsider held: once in chunks, once in one piece."""
     groups = GROUPS["hybrid"]
@@ -444,6 +444,10 @@ def test_a_prompt_that_fits_in_chunks_only_goes_on_when_it_has_more_room(then: s
     for _ in range(4):
         play_step(scheduler)
     assert sequence.num_preemptions == 2
+    if then == "it has no more":  # a third time would end like the second
+        play_step(scheduler)
+        assert sequence.finish_reason == "capacity"
+        return
     accounting.free(outsider)
     if then == "another runs first":
         scheduler.add(request(1, 8, 3, text=1))
