@@ -487,3 +487,13 @@ def test_prompt_logprobs_of_a_broken_row_are_no_numbers() -> None:
     sampler_of().sample(logits, StepPlan(chunks=(), draws=(), prompt_rows=(where,)))
     assert math.isfinite(own.prompt_logprobs[0].logprob)
     assert math.isnan(own.prompt_logprobs[1].logprob)
+
+
+def test_zeros_of_both_signs_are_equal() -> None:
+    """Of equal tokens the lower id comes first, and their bits do not count."""
+    logits = torch.tensor([[-1.0, -0.0, 0.0, -0.0, -2.0]])
+    own = sequence([1, 2], temperature=0.0, logprobs=3)
+    (found,) = sampler_of().sample(logits, plan_of([own]))
+    ((told,), (token,)) = found.logprobs, found.token_ids
+    assert (token, told.rank) == (1, 1)
+    assert [token_id for token_id, _ in told.top] == [1, 2, 3]
