@@ -262,9 +262,7 @@ def test_a_choice_that_has_its_one_call_ends_once_while_others_go_on() -> None:
             (0, "", "stop"),
             (1, " call", "capacity"),
         ):
-            yield TextDelta(
-                index=0, choice=choice, text=text, token_ids=(9,), finish_reason=reason
-            )
+            yield TextDelta(index=0, choice=choice, text=text, token_ids=(9,), finish_reason=reason)
 
     async def ask() -> None:
         async with serving(CONFIG) as client:

@@ -497,3 +497,9 @@ def test_zeros_of_both_signs_are_equal() -> None:
     ((told,), (token,)) = found.logprobs, found.token_ids
     assert (token, told.rank) == (1, 1)
     assert [token_id for token_id, _ in told.top] == [1, 2, 3]
+
+
+def test_a_temperature_that_float32_cannot_hold_is_greedy() -> None:
+    logits = rows(8)
+    batch = [sequence(seq_id=i, temperature=1e-300) for i in range(8)]
+    assert tokens_of(logits, batch) == logits.argmax(-1).tolist()
