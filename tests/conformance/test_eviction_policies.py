@@ -162,7 +162,8 @@ def play(num_groups: int, page_bytes: int, *, seed: int, priorities: tuple[int, 
     running: list[int] = []
     for seq_id in range(100):
         while len(running) > 2:
-            accounting.free(running.pop(rng.randrange(len(running))))
+            ended = running.pop(rng.randrange(len(running)))
+            accounting.free(ended, forget=ended % 9 == 4)
         prompt = np.array([rng.randrange(3), *(rng.randrange(2) for _ in range(15))], np.int32)
         prompt[rng.choice((1, 4, 8, 16)) :] += 10 * seq_id  # a part of its own
         accounting.add(seq_id, priority=rng.choice(priorities))
