@@ -22,7 +22,6 @@ from quire.memory.machine import Machine
 from quire.memory.residency import Residency
 from quire.models.loader import LoadedModel, load, read_config
 from quire.models.rank_spec import part_spec
-from quire.plugins import Registry
 from quire.spec import ModelSpec
 from quire.spec.model_files import find_folder
 
@@ -152,13 +151,12 @@ def refuse_options(config: EngineConfig, model: Any, provider: object = None) ->
             f"{option}: provider= is of one process, and each rank makes its own: leave it out, or "
             f"give memory_provider a name"
         )
-    registries: dict[str, Registry[Any]] = {
-        "cache": STRATEGIES,
-        "memory_provider": PROVIDERS,
-        "attention_backend": BACKENDS,
-        "prefix_caching_policy": EVICTION_POLICIES,
-    }
-    for name, registry in registries.items():
+    for name, registry in (
+        ("cache", STRATEGIES),
+        ("memory_provider", PROVIDERS),
+        ("attention_backend", BACKENDS),
+        ("prefix_caching_policy", EVICTION_POLICIES),
+    ):
         if registry.is_local(getattr(config, name)):
             raise ConfigError(
                 f"{option}: {name}={getattr(config, name)} was registered in this process alone, "
