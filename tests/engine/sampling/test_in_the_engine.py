@@ -73,6 +73,8 @@ def test_prompt_logprobs() -> None:
         llm.generate(PROMPTS[0] * 6)  # its blocks are cached, and have no logits
         (found,) = llm.generate(PROMPTS[0] * 6, params)
         token_ids = llm.tokenizer(PROMPTS[0] * 6)["input_ids"]
+        pieces = list(llm.stream(PROMPTS[0] * 6, replace(params, n=2)))
+    assert [p.choice for p in pieces if len(p.prompt_logprobs) == len(token_ids) - 1] == [0, 1]
     assert len(token_ids) > 17
     assert [own.token_id for own in found.prompt_logprobs] == token_ids[1:]
     for own in found.prompt_logprobs:
