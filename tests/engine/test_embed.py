@@ -103,6 +103,17 @@ def test_prefixes_are_found_and_left_for_texts() -> None:
         assert llm.statistics.num_cached_prompt_tokens == 2 * 32
 
 
+def test_admission_learns_no_length_from_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no output, and outputs of no token would let too many texts come."""
+    told: list[int] = []
+    note = "quire.engine.scheduling.admission.Admission.note_ended"
+    monkeypatch.setattr(note, lambda _, num_tokens, reason: told.append(num_tokens))
+    with LLM(model_of("llama"), **OPTIONS) as llm:
+        llm.embed(PROMPTS[:2])
+        llm.generate(PROMPTS[:1], GREEDY)
+    assert told == [12]
+
+
 def test_a_prompt_may_fill_the_context_and_no_more() -> None:
     with LLM(model_of("llama"), **OPTIONS) as llm:
         assert len(llm.embed([[5] * 128])) == 1
