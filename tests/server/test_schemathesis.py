@@ -58,5 +58,5 @@ def test_while_it_sleeps_the_system_has_the_model_and_the_cache_again(process: P
 
 @pytest.mark.full
 def test_answers_are_as_described_many_times(process: Process) -> None:
-    asker = _ask(process, 1000)
-    assert asker.tally.num_cases > 5000
+    asker = _ask(process, 300)
+    assert asker.tally.num_cases > 1500  # make fuzz-http asks for longer
