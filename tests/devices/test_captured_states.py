@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import pytest
@@ -173,7 +174,7 @@ def test_who_makes_room_is_swapped_and_comes_back(gpu: Gpu) -> None:
     model, want = lfm2()
     llm = on(gpu, model, cache="paged", swap_space="4MB", enable_prefix_caching=False)
     scheduler = llm.engine.scheduler
-    scheduler.costs.swap_s = lambda _: 0.0  # type: ignore[method-assign]
+    scheduler.costs.recompute_s = lambda _: inf  # type: ignore[method-assign]
     own, plans = scheduler.plan, iter(range(100))
 
     def plan(*drafts: Any) -> Any:

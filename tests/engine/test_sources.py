@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from functools import cache as once
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ def test_who_makes_room_goes_on_with_the_same_tokens(cache: str, way: str, tmp_p
         swap["swap_path"] = str(tmp_path)
     with llm_of("bart", **{**CACHES[cache], **swap}) as llm:
         scheduler = llm.engine.scheduler
-        scheduler.costs.swap_s = lambda _: 0.0  # type: ignore[method-assign]
+        scheduler.costs.recompute_s = lambda _: inf  # type: ignore[method-assign]
         plan_as_ever, plans = scheduler.plan, iter(range(100))
 
         def plan(drafts: Drafts = NO_DRAFTS) -> StepPlan:

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -461,7 +462,7 @@ def test_who_makes_room_may_have_its_state_saved(
     swap = dict(swap_space="4MB", swap_path=where, enable_prefix_caching=False)
     with llm_of(hybrid, cache=cache, **swap) as llm:
         scheduler = llm.engine.scheduler
-        scheduler.costs.swap_s = lambda _: 0.0  # type: ignore[method-assign]
+        scheduler.costs.recompute_s = lambda _: inf  # type: ignore[method-assign]
         scheduler.costs.give(Prices(step_s=1.0, token_s=1.0))
         own, plans = scheduler.plan, iter(range(100))
 
