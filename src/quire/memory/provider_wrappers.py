@@ -139,30 +139,18 @@ class Pages:
     stride: int = 0
     count: int = 1
 
-    def commit(self) -> None:
-        """Back them. Raises: MemoryUnavailable."""
-        self.region.commit(self.offset, self.nbytes, stride=self.stride, count=self.count)
 
-    def decommit(self) -> None:
-        """Give them back to the system."""
-        self.region.decommit(self.offset, self.nbytes, stride=self.stride, count=self.count)
-
-
-def change_pages(pages: Sequence[Pages], *, commit: bool) -> None:
-    """Commit the pages of several regions, or give them back to the system.
+def commit_pages(pages: Sequence[Pages]) -> None:
+    """Commit the pages of several regions.
 
     Raises: MemoryUnavailable for a commit that is refused; then none of them is committed.
     """
-    if not commit:
-        for piece in pages:
-            piece.decommit()
-        return
-    for index, piece in enumerate(pages):
+    for index, each in enumerate(pages):
         try:
-            piece.commit()
+            each.region.commit(each.offset, each.nbytes, stride=each.stride, count=each.count)
         except MemoryUnavailable:
             for done in pages[:index]:
-                done.decommit()
+                done.region.decommit(done.offset, done.nbytes, stride=done.stride, count=done.count)
             raise
 
 

@@ -16,7 +16,7 @@ from quire.kv.storage.entries import Entries, RangeLayer, layer_view, stored
 from quire.kv.storage.states import StateRows, make_states
 from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.memory import CountedMemory, MemoryProvider, Region
-from quire.memory.provider_wrappers import Pages, change_pages
+from quire.memory.provider_wrappers import Pages, commit_pages
 from quire.spec import AttentionSpec, Group
 from quire.spec.layer_specs import dtype_bytes, scale_bytes
 
@@ -94,8 +94,14 @@ class RangeStorage:
                     self._copy(held.layer, change)
             else:
                 assert isinstance(change, Commit | Release), f"{change} asks for a window"
-                pages = [piece for held in layers for piece in self._pages(held.region, change)]
-                change_pages(pages, commit=isinstance(change, Commit))
+                pages = [each for held in layers for each in self._pages(held.region, change)]
+                if isinstance(change, Commit):
+                    commit_pages(pages)
+                    continue
+                for each in pages:
+                    each.region.decommit(
+                        each.offset, each.nbytes, stride=each.stride, count=each.count
+                    )
 
     def settle(self) -> None:
         """Do nothing: no copy runs beside the steps."""
@@ -194,7 +200,11 @@ class BlockStorage:
                 assert isinstance(change, Commit | Release), f"{change} asks for a window"
                 first, stop = change.start // self._block_size, change.stop // self._block_size
                 pages = self._memory[change.group].pages(first, stop - first)
-                change_pages(pages, commit=isinstance(change, Commit))
+                if isinstance(change, Commit):
+                    commit_pages(pages)
+                    continue
+                for each in pages:
+                    each.region.decommit(each.offset, each.nbytes)
 
     def settle(self) -> None:
         """Do nothing: no copy runs beside the steps."""

@@ -19,7 +19,7 @@ from quire.kv.storage.states import StateRows, make_states
 from quire.kv.storage_ops import Commit, Copy, Map, Release, StorageOp, Unmap
 from quire.kv.virtual_shared import SharedVirtualAccounting
 from quire.memory import CountedMemory, MemoryProvider, Region, Window
-from quire.memory.provider_wrappers import Pages, change_pages
+from quire.memory.provider_wrappers import Pages, commit_pages
 from quire.spec import AttentionSpec
 from quire.spec.layer_specs import dtype_bytes, scale_bytes
 
@@ -168,7 +168,11 @@ class StackedStorage:
                     self._copy(stack, change)
             else:
                 pages = [stack.pages(change) for stack in stacks]
-                change_pages(pages, commit=isinstance(change, Commit))
+                if isinstance(change, Commit):
+                    commit_pages(pages)
+                else:
+                    for each in pages:
+                        each.region.decommit(each.offset, each.nbytes)
 
     def settle(self) -> None:
         if self._beside is not None:

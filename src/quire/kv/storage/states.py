@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from quire.kv.layout import slot_bytes, state_offsets
 from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.memory import CountedMemory
-from quire.memory.provider_wrappers import Pages, change_pages
 from quire.spec import Group, KeptWhole
 from quire.spec.layer_specs import dtype_bytes
 
@@ -56,8 +55,10 @@ class StateRows:
             return
         assert isinstance(change, Commit | Release), f"{change} asks for a window"
         start, stop = change.start * self._row_bytes, change.stop * self._row_bytes
-        pages = Pages(self._region, start, stop - start)
-        change_pages([pages], commit=isinstance(change, Commit))
+        if isinstance(change, Commit):
+            self._region.commit(start, stop - start)
+        else:
+            self._region.decommit(start, stop - start)
 
     def save(self, slots: "Tensor") -> "list[Tensor]":
         """Copy rows out: slots i64[n]; one tensor, u8[n, bytes]."""
