@@ -179,7 +179,7 @@ def test_a_conversation_of_items() -> None:
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        ([{"type": "item_reference", "id": "x"}], "'item_reference', which cannot"),
+        ([{"type": "item_reference", "id": "x"}], "'item_reference' is not supported"),
         ([{"role": "user"}], "no content"),
         ([{"role": "user", "content": [{"type": "input_image"}]}], "reads text"),
         ([{"type": "function_call"}], "a call_id and a name"),

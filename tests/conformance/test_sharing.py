@@ -183,7 +183,7 @@ def test_broken_windows_are_found(mutation: str, monkeypatch: pytest.MonkeyPatch
 
 def assert_found(kind: str, *, through_windows: bool = False) -> None:
     one_failure = settings(
-        max_examples=300,
+        max_examples=1000,  # the first failure ends it; what is tried depends on what is imported
         stateful_step_count=40,
         deadline=None,
         derandomize=True,
