@@ -418,20 +418,10 @@ class BlockPool:
 
         Raises: ConfigError for a policy that names none, or others than cached and free blocks.
         """
-        least = min(1, count, self.num_cached)
+        some = min(1, count, self.num_cached)
         blocks = self.evictable.evict(count, alike=alike)
-        # Another package may have written the policy, and a block in use must not be given away.
-        if (
-            not least <= len(blocks) <= count
-            or np.count_nonzero(self.refs[blocks])
-            or np.count_nonzero(self.nodes[blocks] == NO_NODE)
-            or len(set(blocks.tolist())) < len(blocks)
-        ):
-            raise ConfigError(
-                f"eviction policy {type(self.evictable).__name__} evicts blocks {blocks.tolist()} "
-                f"where at most {count} have to go: it must name one or more, each once, that are "
-                f"cached and that no sequence holds; choose another prefix_caching_policy"
-            )
+        if not type(self.evictable).__module__.startswith("quire."):  # tests hold our own to it
+            self._check_victims(blocks, some, count)
         return blocks, self._out_of_cache(blocks)
 
     def evict_granules(self, granules: Ids) -> tuple[Ids, Ids]:
@@ -506,6 +496,23 @@ class BlockPool:
             assert num_gaps == self._num_gaps, "the empty blocks of open granules are miscounted"
             gaps = np.flatnonzero((used_in > 0) & (used_in < self.granule_blocks))
             assert sorted(self._gaps) == gaps.tolist(), "the gaps are not where they are noted"
+
+    def _check_victims(self, blocks: Ids, least: int, most: int) -> None:
+        """Check what another package's policy evicts: a block in use must not be given away.
+
+        Raises: ConfigError.
+        """
+        if (
+            not least <= len(blocks) <= most
+            or np.count_nonzero(self.refs[blocks])
+            or np.count_nonzero(self.nodes[blocks] == NO_NODE)
+            or len(set(blocks.tolist())) < len(blocks)
+        ):
+            raise ConfigError(
+                f"eviction policy {type(self.evictable).__name__} evicts blocks {blocks.tolist()} "
+                f"where at most {most} have to go: it must name one or more, each once, that are "
+                f"cached and that no sequence holds; choose another prefix_caching_policy"
+            )
 
     def _out_of_cache(self, blocks: Ids) -> Ids:
         """Note that blocks have left the cache. Returns: their nodes."""
