@@ -297,7 +297,6 @@ def changes_of(accounting: Accounting) -> list[StorageOp]:
     return changes + accounting.drain()
 
 
-@pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", SPECS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_growing_and_forking_carry_all_of_an_entry(option: str, dtype: str) -> None:
