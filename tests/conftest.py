@@ -59,8 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ[target.OPTION] = config.getoption("--device")
     try:
-        named.choose(config.getoption("--strategy"), config.getoption("--provider"))
-        named.check(config.getoption("--attention-backend"), config.getoption("--eviction-policy"))
+        named.choose({option: config.getoption(option) for option in named.OPTIONS})
     except ConfigError as error:
         raise pytest.UsageError(str(error)) from error
     if not target.on_gpu():

@@ -5,6 +5,7 @@ Without them the suites run on Quire's own strategies, with all their options, a
 
 import os
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,31 +14,31 @@ import torch
 from quire.attention import BACKENDS
 from quire.kv import EVICTION_POLICIES, STRATEGIES
 from quire.memory import PROVIDERS, MemoryProvider, MemoryRequest
+from quire.plugins import Registry
 
 STRATEGY, PROVIDER = "QUIRE_TEST_STRATEGY", "QUIRE_TEST_PROVIDER"
+OPTIONS: Mapping[str, Registry[Any]] = MappingProxyType(
+    {
+        "--strategy": STRATEGIES,
+        "--provider": PROVIDERS,
+        "--attention-backend": BACKENDS,
+        "--eviction-policy": EVICTION_POLICIES,
+    }
+)
 
 
-def choose(strategy: str | None, provider: str | None) -> None:
-    """Note what the command line names, before suites are read.
+def choose(names: Mapping[str, str | None]) -> None:
+    """Note what options of the command line name, before suites are read.
 
     Raises: ConfigError for a name that is unknown, or that stands for what is none.
     """
-    if strategy is not None:
-        STRATEGIES.find(strategy, "--strategy")
-    if provider is not None:
-        PROVIDERS.find(provider, "--provider")
-    for variable, name in ((STRATEGY, strategy), (PROVIDER, provider)):
-        os.environ.pop(variable, None)
+    for option, name in names.items():
         if name is not None:
+            OPTIONS[option].find(name, option)
+    for variable, option in ((STRATEGY, "--strategy"), (PROVIDER, "--provider")):
+        os.environ.pop(variable, None)
+        if (name := names[option]) is not None:
             os.environ[variable] = name
-
-
-def check(attention_backend: str | None, eviction_policy: str | None) -> None:
-    """Look for what the suites ask for by name. Raises: ConfigError for what is not there."""
-    if attention_backend is not None:
-        BACKENDS.find(attention_backend, "--attention-backend")
-    if eviction_policy is not None:
-        EVICTION_POLICIES.find(eviction_policy, "--eviction-policy")
 
 
 def is_chosen() -> bool:

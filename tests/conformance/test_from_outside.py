@@ -104,7 +104,7 @@ def test_the_suites_run_on_a_name_and_tell_right_from_wrong(installed: Path) -> 
 
 def test_an_unknown_name_is_no_reason_to_test_something_else() -> None:
     with pytest.raises(ConfigError, match="--provider='x' is no memory provider; known: auto"):
-        named.choose(None, "x")
+        named.choose({"--strategy": None, "--provider": "x"})
     assert not named.is_chosen()
 
 

@@ -6,7 +6,7 @@ is one piece of memory and a head's keys and values are neighbours. Scales come 
 Both carry out changes in order and never decide anything.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -95,13 +95,7 @@ class RangeStorage:
             else:
                 assert isinstance(change, Commit | Release), f"{change} asks for a window"
                 pages = [each for held in layers for each in self._pages(held.region, change)]
-                if isinstance(change, Commit):
-                    commit_pages(pages)
-                    continue
-                for each in pages:
-                    each.region.decommit(
-                        each.offset, each.nbytes, stride=each.stride, count=each.count
-                    )
+                _change_pages(pages, change)
 
     def settle(self) -> None:
         """Do nothing: no copy runs beside the steps."""
@@ -168,6 +162,14 @@ class RangeStorage:
             rows[:, target] = rows[:, source].clone() if overlap else rows[:, source]
 
 
+def _change_pages(pages: Sequence[Pages], change: Commit | Release) -> None:
+    if isinstance(change, Commit):
+        commit_pages(pages)
+        return
+    for each in pages:
+        each.region.decommit(each.offset, each.nbytes, stride=each.stride, count=each.count)
+
+
 class BlockStorage:
     """Blocks of a pool."""
 
@@ -200,11 +202,7 @@ class BlockStorage:
                 assert isinstance(change, Commit | Release), f"{change} asks for a window"
                 first, stop = change.start // self._block_size, change.stop // self._block_size
                 pages = self._memory[change.group].pages(first, stop - first)
-                if isinstance(change, Commit):
-                    commit_pages(pages)
-                    continue
-                for each in pages:
-                    each.region.decommit(each.offset, each.nbytes)
+                _change_pages(pages, change)
 
     def settle(self) -> None:
         """Do nothing: no copy runs beside the steps."""
