@@ -1,5 +1,6 @@
 """A provider that keeps the pages which its regions give back, and can back pages beforehand."""
 
+import itertools
 import logging
 import os
 import threading
@@ -39,7 +40,11 @@ class PageCacheMemory(WrappedMemory):
         self.backed_bytes = 0  # of pages that exist, committed or kept
         # Held while pages go or regions come, and while they are read to keep them alive.
         self.giving_back = threading.Lock()
-        self._regions: weakref.WeakSet[PageCacheRegion] = weakref.WeakSet()
+        # By number, so that they are asked in one order: a set's depends on their addresses.
+        self._regions: weakref.WeakValueDictionary[int, PageCacheRegion] = (
+            weakref.WeakValueDictionary()
+        )
+        self._numbers = itertools.count()
         this = weakref.ref(self)
 
         def in_child() -> None:
@@ -51,12 +56,12 @@ class PageCacheMemory(WrappedMemory):
     @property
     def kept_bytes(self) -> int:
         """Bytes of pages that are backed and not committed."""
-        return sum(region.kept_bytes for region in self._regions)
+        return sum(region.kept_bytes for region in self._living())
 
     def reserve(self, nbytes: int, *, heap_bytes: int | None = None) -> "PageCacheRegion":
         region = PageCacheRegion(self._upstream.reserve(nbytes, heap_bytes=heap_bytes), self)
         with self.giving_back:
-            self._regions.add(region)
+            self._regions[next(self._numbers)] = region
         return region
 
     def prefault(self, progress: Progress | None = None) -> int:
@@ -67,7 +72,7 @@ class PageCacheMemory(WrappedMemory):
 
         Raises: MemoryUnavailable; then what is backed stays so.
         """
-        regions = list(self._regions)
+        regions = self._living()
         reserved = sum(region.nbytes for region in regions)
         goal = min(self.limit_bytes, reserved)
         for region in regions:
@@ -94,7 +99,7 @@ class PageCacheMemory(WrappedMemory):
         kept = self.kept_bytes
         wanted = kept if nbytes is None else min(kept, nbytes)
         released = 0
-        for region in list(self._regions):
+        for region in self._living():
             if region.kept_bytes and wanted:
                 share = ceil_div(wanted * region.kept_bytes, kept)
                 released += region.release(ceil_div(share, self.page_bytes))
@@ -117,15 +122,19 @@ class PageCacheMemory(WrappedMemory):
     def touch(self) -> None:
         """Read a byte of each page that is backed. Another thread may call it."""
         with self.giving_back:
-            regions = list(self._regions)
+            regions = self._living()
         for region in regions:
             region.touch()
+
+    def _living(self) -> "list[PageCacheRegion]":
+        """Return the regions that there are, in the order in which they came."""
+        return list(self._regions.values())
 
     def _leave(self) -> None:
         """Keep nothing in a forked child: its pages are gone, or its parent's."""
         self.giving_back = threading.Lock()
         self.limit_bytes = 0
-        for region in self._regions:
+        for region in self._living():
             region.forget_kept()
 
 
