@@ -303,19 +303,18 @@ def test_a_policy_of_any_order_passes() -> None:
 @pytest.mark.parametrize("victims", [[], [0], [1], [2, 2], [3, 2, 3]])
 def test_victims_that_may_not_go_are_refused(victims: list[int]) -> None:
     """Of none, the search for room had no end; of a held block, two sequences wrote into one."""
-    cache = Cache(FULL, num_blocks=4)
+
+    class Wrong(Recency):
+        def evict(self, count: int, *, alike: bool = False) -> Ids:
+            return ids(*victims)
+
+    cache = Cache(FULL, num_blocks=4, make_policy=Wrong)
     cache.start(0, span(0, 4))  # block 0
     cache.start(1, span(10, 22))
     cache.free(1)  # blocks 1, 2 and 3 are cached
     pool = cache.blocks.pools[0]
     assert (pool.refs[:4].tolist(), pool.num_cached) == ([1, 0, 0, 0], 3)
     pool.forget(ids(1))
-
-    class Wrong(Recency):
-        def evict(self, count: int, *, alike: bool = False) -> Ids:
-            return ids(*victims)
-
-    pool.evictable.__class__ = Wrong
     with pytest.raises(ConfigError, match=r"Wrong evicts blocks \[.*another prefix_caching_policy"):
         pool.evict(2, alike=False)
     assert pool.refs[:4].tolist() == [1, 0, 0, 0]

@@ -26,6 +26,7 @@ from quire.kv import (
     Release,
     StorageOp,
 )
+from quire.kv.eviction import MakePolicy
 from quire.spec import (
     ChunkedAttention,
     FullAttention,
@@ -89,6 +90,7 @@ class Cache:
         spare_blocks: int = 0,
         caching: bool = True,
         keep_events: bool = False,
+        make_policy: MakePolicy = EVICTION_POLICIES["lru"],
     ) -> None:
         groups = tuple(Group(spec=spec, layers=(i,)) for i, spec in enumerate(specs))
         self.capacity_bytes = num_blocks * BLOCK_BYTES
@@ -98,7 +100,7 @@ class Cache:
             sizes,
             block_size=SIZE,
             capacity_bytes=self.capacity_bytes,
-            make_policy=EVICTION_POLICIES["lru"],
+            make_policy=make_policy,
             caching=caching,
             keep_events=keep_events,
         )
