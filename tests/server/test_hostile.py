@@ -7,11 +7,13 @@ import json
 import os
 import threading
 from collections import Counter
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
+from forks import run_fork
 from quire import AsyncLLM
 from quire.config import ServerConfig
 from quire.server.api_keys import Caller
@@ -125,6 +127,10 @@ def test_hostile_requests_are_refused_and_nothing_grows() -> None:
             before = _kept()
             await ask_all(client)
             grown = _kept() - before
+            for _ in range(50):  # a call that another thread has just scheduled is still to run
+                if grown:
+                    await asyncio.sleep(0.02)
+                    grown = _kept() - before
             assert not grown, grown
             assert client.service.bodies.num_bytes == 0
             assert await client.service.llm.reset_prefix_cache()
@@ -149,17 +155,27 @@ def _kept() -> Counter[str]:
 
 @pytest.mark.full
 def test_two_thousand_hostile_requests_leave_the_process_as_large_as_it_was() -> None:
+    # In a process of its own: the allocator of one that has run other tests settles much later.
+    script = "import sys; sys.path[:0] = sys.argv[1:]; from server.test_hostile import grow; grow()"
+    done = run_fork(script, str(Path(__file__).parents[1]), timeout=600)
+    assert done.returncode == 0, done.stderr
+    num_requests, grown = map(int, done.stdout.split())
+    print(f"{num_requests} requests: {grown / 2**20:+.1f} MiB")
+    assert grown < 16 * 2**20
+
+
+def grow() -> None:
+    """Print a number of hostile requests, and by how many bytes they made this process grow."""
+
     async def ask() -> None:
         async with serving() as client:
             rounds = -(-2000 // (len(REFUSED) + len(ANSWERED)))
-            for _ in range(rounds):  # the allocator of a process full of tests settles late
+            for _ in range(rounds // 4):
                 await ask_all(client)
             before = _resident_bytes()
             for _ in range(rounds):
                 await ask_all(client)
-            grown = _resident_bytes() - before
-            print(f"{rounds * (len(REFUSED) + len(ANSWERED))} requests: {grown / 2**20:+.1f} MiB")
-            assert grown < 16 * 2**20
+            print(rounds * (len(REFUSED) + len(ANSWERED)), _resident_bytes() - before)
 
     run(ask(), at_most_s=600)
 

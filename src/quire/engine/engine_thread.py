@@ -122,8 +122,7 @@ class EngineThread:
         try:
             while self._has_something_to_do(more):
                 for _ in range(len(self._jobs)):
-                    job, _ = self._jobs.popleft()
-                    job()
+                    self._jobs.popleft()[0]()  # no name keeps the last job, and its result, alive
                 more = not self._over and self._step()
         except BaseException as error:
             with self._changed:
