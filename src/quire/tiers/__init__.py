@@ -1,0 +1,31 @@
+"""Places for blocks outside the pool: host memory, files, stores that machines share."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from quire.plugins import Registry
+from quire.tiers.address import TierAddress
+from quire.tiers.tier import Deadline, Name, Tier, TierError, TierFull, TierTraits, TierUsage
+
+# (where, the bytes of the largest record, an engine's namespace: 16 hex digits) → a tier
+MakeTier: TypeAlias = Callable[[TierAddress, int, str], Tier]
+
+TIERS: Registry[MakeTier] = Registry(
+    "tier",
+    "quire.tiers",
+    {},
+    lambda found: None if callable(found) else f"{found!r} takes no quire.tiers.TierAddress",
+)
+
+__all__ = [
+    "TIERS",
+    "Deadline",
+    "MakeTier",
+    "Name",
+    "Tier",
+    "TierAddress",
+    "TierError",
+    "TierFull",
+    "TierTraits",
+    "TierUsage",
+]

@@ -1,0 +1,278 @@
+"""A record: one block of one group as it lies in a tier, with all that says what it is.
+
+    public header   64 B   magic, version, flags, sizes, fingerprint, group
+    private header         parent, chain, extras, parts, token ids
+    checks                 an xxh3-128 of each part; or the nonce and the tag of a seal
+    padding                to a multiple of 64 B
+    payload                the parts, one behind the other
+
+A reader knows what it looks for, so it makes the header that a right record has, and compares all
+of it, byte for byte. Nothing in a record is decoded before a byte reaches a slot. The name under
+which a tier keeps a record is a hash of the same header.
+
+With a key, records are *sealed*: the private header is left out, the payload is encrypted by
+AES-256-GCM with the whole header as associated data, and names are HMACs. Who can read or write the
+tier then learns no token and cannot plant a record.
+"""
+
+import hashlib
+import hmac
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_128_digest
+
+from quire.errors import ConfigError
+from quire.tiers.tier import Name
+from quire.units import align_up
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+VERSION = 1
+MAGIC = b"QUIRE\0KV"
+
+_SEALED = 1  # a flag
+_PUBLIC = struct.Struct("<8sHHIQ32sII")  # magic … block size: 64 bytes
+_PRIVATE = struct.Struct("<32s32s32sII")  # parent, chain, extras, parts, token ids
+_PART = struct.Struct("<I12s4IQ")  # layer, dtype, shape (0 behind its end), bytes
+_ALIGNMENT = 64
+_CHECK_BYTES = 16  # of a part
+_NONCE_BYTES, _TAG_BYTES = 12, 16
+_KEY_BYTES = 32
+
+# Why a record is no use. The words are labels of a metric.
+BadReason: TypeAlias = Literal["size", "magic", "version", "fingerprint", "header", "checksum"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a block has in one layer, or in all layers that lie together."""
+
+    layer: int  # the first of them
+    dtype: str  # of torch: "bfloat16"
+    shape: tuple[int, ...]  # at most four
+    num_bytes: int  # with scales, where the dtype has some
+
+    def packed(self) -> bytes:
+        """Return the part's description as it stands in a header."""
+        shape = (*self.shape, 0, 0, 0, 0)[:4]
+        return _PART.pack(self.layer, self.dtype.encode()[:12], *shape, self.num_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIdentity:
+    """Which block a record holds: all that tells it from others of its group."""
+
+    parent: bytes  # chain hash of the block before it: 32 bytes, or none
+    chain: bytes  # its own: 32 bytes
+    extras: bytes  # its extra keys and the root's, as bytes; only a keyed hash of them is written
+    token_ids: npt.NDArray[np.int32]  # i32[block size]
+
+
+@final
+class RecordFormat:
+    """The records of one group: their sizes, headers and names."""
+
+    def __init__(
+        self,
+        fingerprint: bytes,  # 32 bytes: what gives the payload its meaning
+        group: int,
+        block_size: int,  # tokens
+        parts: Sequence[Part],
+        seal: "Seal",
+    ) -> None:
+        self.parts = tuple(parts)
+        self._block_size, self._seal = block_size, seal
+        self.payload_bytes = sum(part.num_bytes for part in parts)
+        self._sizes = [part.num_bytes for part in parts]
+        self._check_bytes = seal.check_bytes(len(parts))
+        known_bytes = _PUBLIC.size + _PRIVATE.size + _PART.size * len(parts) + 4 * block_size
+        self.header_bytes = align_up(known_bytes + self._check_bytes, _ALIGNMENT)
+        self.num_bytes = self.header_bytes + self.payload_bytes
+        self._public = _PUBLIC.pack(
+            MAGIC,
+            VERSION,
+            seal.flags,
+            self.header_bytes,
+            self.payload_bytes,
+            fingerprint,
+            group,
+            block_size,
+        )
+        self._parts = b"".join(part.packed() for part in parts)
+
+    def header(self, block: BlockIdentity) -> bytes:
+        """Make the header of the block's record, without its checks."""
+        tokens = np.ascontiguousarray(block.token_ids, np.dtype("<i4"))
+        if len(tokens) != self._block_size:
+            raise ValueError(f"{len(tokens)} token ids in a block of {self._block_size}")
+        private = _PRIVATE.pack(
+            block.parent.ljust(32, b"\0"),
+            block.chain,
+            self._seal.digest(block.extras),
+            len(self.parts),
+            len(tokens),
+        )
+        return self._public + private + self._parts + tokens.tobytes()
+
+    def name(self, header: bytes) -> Name:
+        """Return the name under which a tier keeps the record of this header."""
+        return self._seal.digest(header)
+
+    def payload(self, record: memoryview) -> memoryview:
+        """Return the part of a record's buffer u8[num_bytes] that is the payload."""
+        return record[self.header_bytes :]
+
+    def finish(self, record: memoryview, header: bytes) -> None:
+        """Write the header and the checks before a payload that is in its place, and seal it."""
+        checks = self._seal.close(header, self.payload(record), self._sizes)
+        shown = self._seal.shown(header, _PUBLIC.size) + checks
+        record[: self.header_bytes] = shown.ljust(self.header_bytes, b"\0")
+
+    def flaw(self, record: memoryview, header: bytes) -> BadReason | None:
+        """Check a record against the header that it should have, and open its seal.
+
+        Returns: why it is no use, or None. Only then the payload may be read.
+        """
+        if len(record) != self.num_bytes:
+            return "size"
+        shown = self._seal.shown(header, _PUBLIC.size)
+        if record[: len(shown)] != shown:
+            return self._difference(bytes(record[: _PUBLIC.size]))
+        end = len(shown) + self._check_bytes
+        checks = bytes(record[len(shown) : end])
+        if any(record[end : self.header_bytes]):
+            return "header"
+        if not self._seal.open(header, self.payload(record), self._sizes, checks):
+            return "checksum"
+        return None
+
+    def _difference(self, public: bytes) -> BadReason:
+        magic, version, _, _, _, fingerprint, _, _ = _PUBLIC.unpack(public)
+        _, _, _, _, _, expected, _, _ = _PUBLIC.unpack(self._public)
+        if magic != MAGIC:
+            return "magic"
+        if version != VERSION:
+            return "version"
+        return "fingerprint" if fingerprint != expected else "header"
+
+
+# -- seals -----------------------------------------------------------------------------------------
+
+
+class Seal(Protocol):
+    """What tells that a record's payload is the one that was written."""
+
+    @property
+    def flags(self) -> int:
+        """Return the flags of the public header."""
+        ...
+
+    def check_bytes(self, num_parts: int) -> int:
+        """Return the bytes that follow the header."""
+        ...
+
+    def digest(self, data: bytes) -> bytes:
+        """Return a hash of 32 bytes."""
+        ...
+
+    def shown(self, header: bytes, num_public: int) -> bytes:
+        """Return what of a header is written."""
+        ...
+
+    def close(self, header: bytes, payload: memoryview, sizes: Sequence[int]) -> bytes:
+        """Return the checks of a payload, whose parts have these sizes. It may be encrypted."""
+        ...
+
+    def open(self, header: bytes, payload: memoryview, sizes: Sequence[int], checks: bytes) -> bool:
+        """Return whether the payload is what was written. It is decrypted in its place."""
+        ...
+
+
+@final
+class Checksums:
+    """No key: a checksum of each part, for a tier whose writers are trusted."""
+
+    flags = 0
+
+    def check_bytes(self, num_parts: int) -> int:
+        return _CHECK_BYTES * num_parts
+
+    def digest(self, data: bytes) -> bytes:
+        return hashlib.sha256(data).digest()
+
+    def shown(self, header: bytes, num_public: int) -> bytes:
+        return header
+
+    def close(self, header: bytes, payload: memoryview, sizes: Sequence[int]) -> bytes:
+        checks, start = b"", 0
+        for size in sizes:
+            checks += xxh3_128_digest(payload[start : start + size])
+            start += size
+        return checks
+
+    def open(self, header: bytes, payload: memoryview, sizes: Sequence[int], checks: bytes) -> bool:
+        return self.close(header, payload, sizes) == checks
+
+
+@final
+class KeyedSeal:
+    """A key that the tier's users share: names, token ids and payloads are hidden from others.
+
+    Each header has a key of its own for AES-GCM, so that the random nonces of many records never
+    meet under one key.
+    """
+
+    flags = _SEALED
+
+    def __init__(self, key: bytes) -> None:
+        """``key``: at least 32 bytes. Raises: ConfigError without the package ``cryptography``."""
+        if find_spec("cryptography") is None:
+            raise ConfigError(
+                "kv_tier_key needs the package cryptography: pip install quire[tiers]"
+            )
+        if len(key) < _KEY_BYTES:
+            raise ConfigError(f"kv_tier_key has {len(key)} bytes: it needs at least {_KEY_BYTES}")
+        self._names = _derived(key, b"names")
+        self._payloads = _derived(key, b"payloads")
+
+    def check_bytes(self, num_parts: int) -> int:
+        return _NONCE_BYTES + _TAG_BYTES
+
+    def digest(self, data: bytes) -> bytes:
+        return hmac.digest(self._names, data, "sha256")
+
+    def shown(self, header: bytes, num_public: int) -> bytes:
+        return header[:num_public].ljust(len(header), b"\0")
+
+    def close(self, header: bytes, payload: memoryview, sizes: Sequence[int]) -> bytes:
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed = memoryview(self._cipher(header).encrypt(nonce, payload, header))
+        payload[:] = sealed[:-_TAG_BYTES]
+        return nonce + sealed[-_TAG_BYTES:]
+
+    def open(self, header: bytes, payload: memoryview, sizes: Sequence[int], checks: bytes) -> bool:
+        from cryptography.exceptions import InvalidTag
+
+        nonce, tag = checks[:_NONCE_BYTES], checks[_NONCE_BYTES:]
+        try:
+            payload[:] = self._cipher(header).decrypt(nonce, b"".join((payload, tag)), header)
+        except InvalidTag:
+            return False
+        return True
+
+    def _cipher(self, header: bytes) -> "AESGCM":
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        return AESGCM(hmac.digest(self._payloads, header, "sha256"))
+
+
+def _derived(key: bytes, purpose: bytes) -> bytes:
+    return hmac.digest(key, b"quire kv tier " + purpose, "sha256")
