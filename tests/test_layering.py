@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "memory": "errors units plugins",
     "spec": "errors units",
     "kv": "errors units plugins spec memory",
-    "tiers": "errors units plugins",
+    "tiers": "errors units plugins kv",
     "figures": "",
     "kernels": "errors units",
     "devices": "errors units memory",

@@ -79,6 +79,9 @@ def content(keys: PrefixKeys, tokens: Sequence[int]) -> int:
     return hash((keys.salt, keys.lora, images, tuple(tokens)))
 
 
+BROUGHT = -2
+
+
 class Cache:
     """A coordinator with one group for each spec, ``num_blocks`` of capacity, and sequences."""
 
@@ -200,6 +203,27 @@ class Cache:
         self.end_step()
         self.blocks.check()
         return kept
+
+    def bring(self, tokens: Sequence[int], keys: PrefixKeys = NO_KEYS) -> bool:
+        """Fill what is lacking of a prefix from outside, if there is something, and room."""
+        state = self.state()
+        reserved = self.blocks.reserve_blocks(BROUGHT, ids(tokens), keys)
+        if reserved is None:
+            assert self.state() == state, "a refusal has changed something"
+            return False
+        self.end_step()
+        for number, (column, blocks) in enumerate(reserved):
+            slots = self._slots[number]
+            is_state = isinstance(self.groups[number].spec, RecurrentState)
+            for at, block in enumerate(blocks.tolist(), column):
+                for offset in range(1 if is_state else SIZE):
+                    stop = len(tokens) if is_state else at * SIZE + offset + 1
+                    slot = block if is_state else block * SIZE + offset
+                    assert slot in self._pages[number], "a block that is brought has no page"
+                    slots[slot] = content(keys, tokens[:stop])
+        self.blocks.insert_blocks(BROUGHT, ids(tokens))
+        self.blocks.check()
+        return True
 
     def trim(self, seq_id: int, num_tokens: int) -> None:
         self.blocks.trim(seq_id, num_tokens)

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.tiers.record import BlockIdentity, Checksums, KeyedSeal, Part, RecordFormat, Seal
+from quire.kv.prefix_index import BlockIdentity
+from quire.tiers.record import Checksums, KeyedSeal, Part, RecordFormat, Seal
 
 KEY = bytes(range(32))
 SEALS: list[Seal] = [Checksums(), KeyedSeal(KEY)]

@@ -9,7 +9,7 @@ causes is a property of the list, not of what executes it.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,11 @@ import numpy.typing as npt
 from quire.kv.allocation import AllocationResult, Fits, Never
 from quire.kv.block_pool import Ceiling
 from quire.kv.eviction import DEFAULT_POLICY
+from quire.kv.eviction_queue import Ids
 from quire.kv.layout import LayersPerPage
 from quire.kv.occupancy import Occupancy
 from quire.kv.prefix_cache import PrefixHit, TokenIds
-from quire.kv.prefix_index import NO_KEYS, BlockKey, PrefixKeys
+from quire.kv.prefix_index import NO_KEYS, BlockIdentity, BlockKey, PrefixIndex, PrefixKeys
 from quire.kv.storage_ops import StorageOp
 from quire.memory import CountedMemory
 from quire.spec import Group
@@ -472,6 +473,54 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Give every page back."""
+        ...
+
+
+# -- blocks that come and go ---------------------------------------------------------------------
+
+
+@runtime_checkable
+class BlockAccounting(Protocol):
+    """What accounting does besides where its blocks may come from outside, and go there."""
+
+    index: PrefixIndex
+
+    def following_blocks(
+        self, seq_id: int, token_ids: TokenIds, hit: PrefixHit
+    ) -> list[BlockIdentity]:
+        """Name the full blocks of a prompt (i32[n]) behind the hit of an empty sequence."""
+        ...
+
+    def reserve_blocks(
+        self, pin_id: int, token_ids: TokenIds, keys: PrefixKeys = NO_KEYS
+    ) -> list[tuple[int, Ids]] | None:
+        """Take the blocks of a prefix (i32[n], whole blocks) that are not cached, to be filled.
+
+        Returns: for each group the first column that is to be filled, and the blocks from there
+        on: those that a sequence which begins behind the prefix reads. The caller writes whole
+        blocks, and calls ``insert_blocks`` or ``free``. None: all of it is cached, or there is no
+        room, and nothing has changed.
+        """
+        ...
+
+    def insert_blocks(self, pin_id: int, token_ids: TokenIds) -> None:
+        """Let reserved blocks, which are filled now, be found: i32[n], as they were reserved.
+
+        They are cached, and ``pin_id`` is free.
+        """
+        ...
+
+
+@runtime_checkable
+class BlockBytes(Protocol):
+    """What storage does besides where whole blocks can be copied out and in."""
+
+    def block_rows(self, group: int) -> "list[Tensor]":
+        """Return where a group's blocks lie, by block id: u8[blocks, bytes] each, any strides.
+
+        One tensor for each layer, or for layers that lie together. What is committed may be read
+        and written between two steps.
+        """
         ...
 
 

@@ -39,7 +39,13 @@ from quire.kv.layout import granule_blocks, row_bytes, slot_bytes, stacking
 from quire.kv.occupancy import Occupancy, block_census, used_tokens
 from quire.kv.packed_slots import packed_positions
 from quire.kv.prefix_cache import PrefixCache, PrefixHit, TokenIds, no_hit, start_of
-from quire.kv.prefix_index import NO_KEYS, BlockKey, PrefixIndex, PrefixKeys
+from quire.kv.prefix_index import (
+    NO_KEYS,
+    BlockIdentity,
+    BlockKey,
+    PrefixIndex,
+    PrefixKeys,
+)
 from quire.kv.storage_ops import StorageOp
 from quire.spec import (
     ChunkedAttention,
@@ -277,6 +283,54 @@ class BlockCoordinator:
         self._cache.adopt(row, hit)
         self.tables.num_tokens[row] = hit.num_tokens
         return hit.num_tokens
+
+    def following_blocks(
+        self, seq_id: int, token_ids: TokenIds, hit: PrefixHit
+    ) -> list[BlockIdentity]:
+        """Name the full blocks of a prompt (i32[n]) behind the hit of an empty sequence."""
+        return self._cache.following(self.tables.rows[seq_id], token_ids, hit)
+
+    def reserve_blocks(
+        self, pin_id: int, token_ids: TokenIds, keys: PrefixKeys = NO_KEYS
+    ) -> list[tuple[int, Ids]] | None:
+        """Take the blocks of a prefix (i32[n], whole blocks) that are not cached, to be filled.
+
+        Returns: for each group the first column that is to be filled, and the blocks from there
+        on: those that a sequence which begins behind the prefix reads. The caller writes whole
+        blocks, and calls ``insert_blocks`` or ``free``. None: all of it is cached, or there is no
+        room, and nothing has changed.
+        """
+        self._announce(pin_id, keys)
+        row, end = self.tables.rows[pin_id], len(token_ids)
+        hit = self._cache.match(row, token_ids, end, in_part=False)
+        external = end - hit.num_tokens
+        if not external or self.allocate(pin_id, end, hit=hit, external_tokens=external) != FITS:
+            self.free(pin_id)
+            return None
+        first = hit.num_tokens // self.tables.block_size
+        reserved = []
+        for number in self._numbers:
+            if self._kept_whole[number]:
+                reserved.append((end // self.tables.block_size - 1, self.tables.held(number, row)))
+                continue
+            start = max(first, int(self.tables.starts[number, row]))
+            stop = int(self.tables.ends[number, row])
+            reserved.append((start, self.tables.ids[number][row, start:stop].astype(np.intp)))
+        self.tables.shareable_from[:, row] = 0  # all of them are written whole
+        return reserved
+
+    def insert_blocks(self, pin_id: int, token_ids: TokenIds) -> None:
+        """Let reserved blocks, which are filled now, be found: i32[n], as they were reserved.
+
+        They are cached, and ``pin_id`` is free.
+        """
+        row = self.tables.rows[pin_id]
+        begun = int(self.tables.num_computed[row])
+        self._cache.mark_computed(np.array([row]), [len(token_ids) - begun], token_ids[begun:])
+        node, lacking = self._cache.lacking_states(row)
+        for number in lacking:
+            self._cache.attach(number, np.array([node]), self.tables.held(number, row)[:1])
+        self.free(pin_id)
 
     def keep_state(self, seq_id: int) -> bool:
         """Keep a copy of a sequence's recurrent states, if it stands at the end of a full block.

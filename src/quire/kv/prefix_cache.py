@@ -15,7 +15,14 @@ import numpy.typing as npt
 from quire.kv.block_pool import Pools
 from quire.kv.block_tables import BlockTables
 from quire.kv.eviction_queue import NO_IDS, Ids
-from quire.kv.prefix_index import NO_BLOCK, BlockKey, Extra, PrefixIndex, PrefixKeys
+from quire.kv.prefix_index import (
+    NO_BLOCK,
+    BlockIdentity,
+    BlockKey,
+    Extra,
+    PrefixIndex,
+    PrefixKeys,
+)
 from quire.spec import Group, KeptWhole
 from quire.units import ceil_div
 
@@ -298,6 +305,13 @@ class PrefixCache:
         if column < len(extras) and extras[column]:
             return (tail, tokens, extras[column]), end
         return (tail, tokens), end
+
+    def following(self, row: int, token_ids: TokenIds, hit: PrefixHit) -> list[BlockIdentity]:
+        """Name the whole blocks of token ids (i32[n]) behind an empty sequence's hit."""
+        first = hit.num_tokens // self._size
+        data = token_ids[first * self._size : len(token_ids) // self._size * self._size].tobytes()
+        root, extras = self._tail_nodes[row], self._extras[row]
+        return self._index.following(hit.tail, root, data, extras[first:])
 
     def adopt(self, row: int, hit: PrefixHit) -> None:
         """Begin a sequence with this prefix, whose blocks it holds."""

@@ -54,6 +54,16 @@ class AllBlocksCleared:
     """The index has lost all its blocks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIdentity:
+    """What tells a full block of tokens from all others, wherever its entries are kept."""
+
+    parent: bytes  # chained SHA-256 of the block before it, or of the root
+    chain: bytes  # … its own
+    extras: bytes  # extra keys of the root and of its own
+    token_ids: npt.NDArray[np.int32]  # i32[block size]
+
+
 BlockEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
@@ -79,6 +89,9 @@ class PrefixIndex:
     def __init__(self, num_groups: int, block_size: int, *, keep_events: bool = False) -> None:
         self.events: list[BlockEvent] = []  # in order, if kept; the reader clears the list
         self._keep_events = keep_events
+        # Nodes (i64[n]) that got a block, in order, since a reader last took the list; None: no
+        # reader has asked for them.
+        self.filled: list[Ids] | None = None
         self.block_bytes = TOKEN_BYTES * block_size  # of a full block's token ids
         self._ids: dict[BlockKey, int] = {}
         self._num_created = 0
@@ -93,7 +106,8 @@ class PrefixIndex:
         self._free_rows: list[int] = []
         # Of a few rows.
         self._families: dict[int, list[bytes]] = {}  # token ids of two or more children, sorted
-        self._hashes: dict[int, bytes] = {}  # chained hashes, of those that were asked for
+        # Chained hashes of those that were asked for, and the rows of their roots.
+        self._hashes: dict[int, tuple[bytes, int]] = {}
         self._view()
 
     def __len__(self) -> int:
@@ -299,6 +313,8 @@ class PrefixIndex:
         """Give nodes that hold no block in the group one each: rows i64[n], blocks i64[n]."""
         self.blocks[group][rows] = blocks
         self._ref_counts[rows] += 1
+        if self.filled is not None:
+            self.filled.append(self._nodes_of(rows))
         if self._keep_events:
             self.events += [self._stored(group, row) for row in rows.tolist()]
 
@@ -356,6 +372,10 @@ class PrefixIndex:
 
         Events and outside stores name blocks by it. Each node's is computed once.
         """
+        return self._hashed(row)[0]
+
+    def _hashed(self, row: int) -> tuple[bytes, int]:
+        """Return the chained hash of a row, and its root's row."""
         missing = []
         while row not in self._hashes:
             missing.append(row)
@@ -363,15 +383,59 @@ class PrefixIndex:
             if parent == _NO_PARENT:
                 break
             row = parent & _ROW
-        digest = self._hashes.get(row, b"")
+        digest, root = self._hashes.get(row, (b"", row))
         for row in reversed(missing):
-            state = sha256(digest)
-            extra = self.extra(row)
-            if extra:
-                state.update(repr(extra).encode())
-            state.update(self.tokens(row))
-            digest = self._hashes[row] = state.digest()
-        return digest
+            digest = _chained(digest, self.extra(row), self.tokens(row))
+            self._hashes[row] = digest, root
+        return digest, root
+
+    def identity(self, node: int) -> BlockIdentity | None:
+        """Return what names a node's block outside, or None if the node is gone."""
+        row = node & _ROW
+        if not self.is_there(node):
+            return None
+        chain, root = self._hashed(row)
+        return BlockIdentity(
+            parent=self.block_hash(self._key(row)[0] & _ROW),
+            chain=chain,
+            extras=_spelled(self.extra(root), self.extra(row)),
+            token_ids=np.frombuffer(self.tokens(row), np.int32),
+        )
+
+    def is_there(self, node: int) -> bool:
+        """Tell whether a node has not been removed."""
+        row = node & _ROW
+        key = self._keys[row] if row < len(self._keys) else None
+        return key is not None and self._ids[key] == node
+
+    def following(
+        self, node: int, root: int, data: bytes, extras: Sequence[Extra]
+    ) -> list[BlockIdentity]:
+        """Name the blocks behind a node, known or not: token ids ``data``, and each one's extras.
+
+        ``data``: int32 bytes, whole blocks. Nothing changes.
+        """
+        above, found = self.block_hash(node & _ROW), list[BlockIdentity]()
+        of_root = self.extra(root & _ROW)
+        for at, start in enumerate(range(0, len(data), self.block_bytes)):
+            tokens = data[start : start + self.block_bytes]
+            extra = extras[at] if at < len(extras) else ()
+            chain = _chained(above, extra, tokens)
+            found.append(
+                BlockIdentity(
+                    parent=above,
+                    chain=chain,
+                    extras=_spelled(of_root, extra),
+                    token_ids=np.frombuffer(tokens, np.int32),
+                )
+            )
+            above = chain
+        return found
+
+    def _nodes_of(self, rows: Ids) -> Ids:
+        """Return the nodes i64[n] in these rows i64[n]."""
+        ids, keys = self._ids, self._keys
+        return np.array([ids[keys[row]] for row in rows.tolist()], np.int64)
 
     def _stored(self, group: int, row: int) -> BlockStored:
         parent = self.row(self._key(row)[0])
@@ -424,6 +488,19 @@ class PrefixIndex:
         if len(family) == 1:
             self._child_at[row] = self._ids[key[0], family[0]] & _ROW
             del self._families[row]
+
+
+def _chained(above: bytes, extra: Extra, tokens: bytes) -> bytes:
+    """Hash a block's content behind the digest of all before it."""
+    state = sha256(above)
+    if extra:
+        state.update(repr(extra).encode())
+    state.update(tokens)
+    return state.digest()
+
+
+def _spelled(of_root: Extra, extra: Extra) -> bytes:
+    return repr((of_root, extra)).encode() if of_root or extra else b""
 
 
 def _common_tokens(one: bytes, other: bytes) -> int:

@@ -25,10 +25,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
 from quire.errors import ConfigError
+from quire.kv.prefix_index import BlockIdentity
 from quire.tiers.tier import Name
 from quire.units import align_up
 
@@ -66,16 +66,6 @@ class Part:
         return _PART.pack(self.layer, self.dtype.encode()[:12], *shape, self.num_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockIdentity:
-    """Which block a record holds: all that tells it from others of its group."""
-
-    parent: bytes  # chain hash of the block before it: 32 bytes, or none
-    chain: bytes  # its own: 32 bytes
-    extras: bytes  # its extra keys and the root's, as bytes; only a keyed hash of them is written
-    token_ids: npt.NDArray[np.int32]  # i32[block size]
-
-
 @final
 class RecordFormat:
     """The records of one group: their sizes, headers and names."""
@@ -109,7 +99,7 @@ class RecordFormat:
         self._parts = b"".join(part.packed() for part in parts)
 
     def header(self, block: BlockIdentity) -> bytes:
-        """Make the header of the block's record, without its checks."""
+        """Make the header of the block's record, without its checks. Raises: ValueError."""
         tokens = np.ascontiguousarray(block.token_ids, np.dtype("<i4"))
         if len(tokens) != self._block_size:
             raise ValueError(f"{len(tokens)} token ids in a block of {self._block_size}")

@@ -40,6 +40,7 @@ class _Blocks:
     keys: Entries
     values: Entries
     write: EntryWriter | None  # None: torch does it
+    rows: "Tensor"  # u8[N, bytes of a block]: all of them
 
     @property
     def parts(self) -> "list[Tensor]":
@@ -231,6 +232,11 @@ class BlockStorage:
         for held, part in zip(self._layers[layer].parts, parts, strict=True):
             held[block, :, offset] = part.to(held.device)
 
+    def block_rows(self, group: int) -> "list[Tensor]":
+        if group in self._states:
+            return [self._states[group].rows]
+        return [self._layers[layer].rows for layer in self._groups[group].layers]
+
     def view(self, layer: int) -> LayerView:
         """Return the view of a layer."""
         return self._layers[layer].view
@@ -281,7 +287,7 @@ class BlockStorage:
             keys = Entries(k, parts[2].view(torch.float32))
             values = Entries(v, parts[3].view(torch.float32))
         view = layer_view(keys, values, slots_per_row=size)
-        return _Blocks(view, keys, values, make_writer and make_writer(view))
+        return _Blocks(view, keys, values, make_writer and make_writer(view), blocks)
 
     def _copy(self, held: _Blocks, change: Copy) -> None:
         """Within one block: this is copy-on-write."""

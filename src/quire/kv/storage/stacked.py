@@ -132,6 +132,8 @@ class StackedStorage:
         make_writer: MakeWriter | None = None,
     ) -> None:
         self.memory = CountedMemory(provider)
+        shared = isinstance(accounting, SharedVirtualAccounting)
+        self._block_size = accounting.shown_slots if shared else 1
         self._layers: dict[int, tuple[_Stack, RangeLayer]] = {}
         self._states = make_states(self.memory, accounting.groups, accounting.num_slots)
         self._stacks: dict[int, list[_Stack]] = {}  # of each group with tokens
@@ -189,6 +191,16 @@ class StackedStorage:
 
     def load(self, layer: int, slots: "Tensor", parts: "list[Tensor]") -> None:
         self._settled(layer).load(slots, parts)
+
+    def block_rows(self, group: int) -> "list[Tensor]":
+        if group in self._states:
+            return [self._states[group].rows]
+        self.settle()
+        size = self._block_size
+        return [
+            stack.rows[: len(stack.rows) // size * size].view(-1, size * stack.rows.shape[1])
+            for stack in self._stacks[group]
+        ]
 
     def view(self, layer: int) -> LayerView:
         """Return the view of a layer."""

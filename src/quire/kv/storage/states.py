@@ -60,6 +60,11 @@ class StateRows:
         else:
             self._region.decommit(start, stop - start)
 
+    @property
+    def rows(self) -> "Tensor":
+        """Return what each slot has: u8[slots, bytes]."""
+        return self._rows[:, : self._used_bytes]
+
     def save(self, slots: "Tensor") -> "list[Tensor]":
         """Copy rows out: slots i64[n]; one tensor, u8[n, bytes]."""
         return [self._rows[slots, : self._used_bytes]]
