@@ -480,7 +480,7 @@ class Storage(Protocol):
 
 
 @runtime_checkable
-class BlockAccounting(Protocol):
+class BlockAccounting(Accounting, Protocol):
     """What accounting does besides where its blocks may come from outside, and go there."""
 
     index: PrefixIndex
@@ -489,6 +489,10 @@ class BlockAccounting(Protocol):
         self, seq_id: int, token_ids: TokenIds, hit: PrefixHit
     ) -> list[BlockIdentity]:
         """Name the full blocks of a prompt (i32[n]) behind the hit of an empty sequence."""
+        ...
+
+    def computed_blocks(self, seq_id: int) -> list[BlockIdentity]:
+        """Name a sequence's full blocks, from its first one on."""
         ...
 
     def reserve_blocks(

@@ -290,6 +290,10 @@ class BlockCoordinator:
         """Name the full blocks of a prompt (i32[n]) behind the hit of an empty sequence."""
         return self._cache.following(self.tables.rows[seq_id], token_ids, hit)
 
+    def computed_blocks(self, seq_id: int) -> list[BlockIdentity]:
+        """Name a sequence's full blocks, from its first one on."""
+        return self._cache.computed(self.tables.rows[seq_id])
+
     def reserve_blocks(
         self, pin_id: int, token_ids: TokenIds, keys: PrefixKeys = NO_KEYS
     ) -> list[tuple[int, Ids]] | None:

@@ -164,6 +164,10 @@ class PrefixIndex:
         """Return a node's row."""
         return node & _ROW
 
+    def node(self, row: int) -> int:
+        """Return the node in a row."""
+        return self._ids[self._key(row)]
+
     def tokens(self, row: int) -> bytes:
         """Return a node's token ids, as int32 bytes."""
         return self._key(row)[1]
@@ -434,8 +438,7 @@ class PrefixIndex:
 
     def _nodes_of(self, rows: Ids) -> Ids:
         """Return the nodes i64[n] in these rows i64[n]."""
-        ids, keys = self._ids, self._keys
-        return np.array([ids[keys[row]] for row in rows.tolist()], np.int64)
+        return np.array([self.node(row) for row in rows.tolist()], np.int64)
 
     def _stored(self, group: int, row: int) -> BlockStored:
         parent = self.row(self._key(row)[0])
