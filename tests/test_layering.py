@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "engine.interfaces": "kv engine.sequence engine.step_plan engine.scheduling",
     "engine.core": "errors units engine.sequence engine.step_plan engine.scheduling"
     " engine.scheduler engine.interfaces",
-    "engine": "errors units config spec memory kv attention models devices"
+    "engine": "errors units config spec memory kv tiers attention models devices"
     " sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.detokenizer engine.kv_sizing engine.kv_cache"
