@@ -59,6 +59,10 @@ SAME = {
     "reserve": "request",
     "speculative_config": {"num_speculative_tokens": 2},
     "seed": 1,
+    "kv_tier": ("memory:?size=1GiB",),
+    "kv_tier_trusted": True,
+    "kv_tier_write": "never",
+    "kv_offloading_size": 2**30,
 }
 
 

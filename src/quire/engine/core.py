@@ -69,7 +69,7 @@ class Engine:
             if output.finish_reason is not None:
                 self._forget(output.sequence)
         self._settle()  # frees at once what the ended sequences held
-        self._store()
+        self.store_blocks()
         return outputs
 
     def _step(self) -> list[TokenOutput]:
@@ -215,10 +215,13 @@ class Engine:
             if self._kv.refusal is not None:
                 self._begin_with_less(_NOTHING, self._kv.refusal)
 
-    def _store(self) -> None:
-        """Copy blocks out that tiers are to keep."""
-        if self.scheduler.offload is not None:
-            self.scheduler.offload.store(step_s=self._step_beside)
+    def store_blocks(self) -> bool:
+        """Copy blocks out that tiers are to keep, between two steps. Return False if some wait."""
+        offload = self.scheduler.offload
+        if offload is None:
+            return True
+        offload.store(step_s=self._step_beside)
+        return not offload.has_more
 
     def _wait_for_tiers(self) -> None:
         """Wait where no sequence can be computed before an answer of a tier, or its deadline."""

@@ -53,6 +53,11 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "reserve": "nothing",
         "speculative_config": "nothing",  # drafts that are rejected are trimmed
         "tensor_parallel_size": "named",
+        "kv_tier": "nothing",
+        "kv_tier_key": "nothing",  # names under another key are other names
+        "kv_tier_trusted": "nothing",
+        "kv_tier_write": "nothing",
+        "kv_offloading_size": "nothing",
         "seed": "nothing",
     }
 )

@@ -1,9 +1,11 @@
 """``LLM``: an engine with a model, a cache and a tokenizer. It takes text and returns text."""
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock
@@ -147,6 +149,9 @@ class LLM:
         self.engine, self._kv, self._team = parts.engine, parts.kv, parts.team
         self._resident, self._elastic = parts.resident, parts.elastic
         self._most_bytes = parts.most_bytes
+        if (offload := parts.engine.scheduler.offload) is not None:
+            offload.store_when_idle(partial(_store_when_idle, weakref.ref(self)))
+            weakref.finalize(self, offload.close)
         self._source_prompts = parts.source_prompts
         self.embeddings = Poolable.of(loaded)
         begins = () if parts.source_prompts is None else parts.source_prompts.text_begins
@@ -642,3 +647,17 @@ class LLM:
                     yield deltas.popleft()
         finally:
             self.abandon(sequences)
+
+
+def _store_when_idle(llm_ref: "weakref.ref[LLM]") -> bool:
+    """Store blocks for tiers, unless a thread uses the cache. Return False if some are left."""
+    llm = llm_ref()
+    if llm is None or llm.is_closed:
+        return True
+    lock = llm._elastic.lock
+    if not lock.acquire(blocking=False):
+        return False
+    try:
+        return llm.is_closed or llm.is_sleeping or llm.engine.store_blocks()
+    finally:
+        lock.release()

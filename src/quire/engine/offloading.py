@@ -9,22 +9,31 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.config import EngineConfig
 from quire.engine.kv_cache import KVCache
-from quire.engine.scheduling.offload_policy import LoadJob, columns_read
-from quire.kv.interface import BlockBytes
+from quire.engine.kv_fingerprint import kv_fingerprint
+from quire.engine.kv_sizing import staging_bytes
+from quire.engine.scheduling.offload_policy import LoadJob, OffloadPolicy, columns_read
+from quire.engine.scheduling.step_costs import Clock, Costs
+from quire.errors import ConfigError
+from quire.kv.interface import BlockAccounting, BlockBytes
 from quire.kv.layout import attention_spec
 from quire.kv.prefix_index import BlockIdentity
+from quire.models.file_hashes import CannotName
+from quire.models.loader import LoadedModel
 from quire.spec import Group, KeptWhole
-from quire.tiers import Deadline, Name
+from quire.tiers import TIERS, Deadline, Name
 from quire.tiers.guard import GuardedTier
-from quire.tiers.record import Part, RecordFormat, Seal
+from quire.tiers.record import Checksums, KeyedSeal, Part, RecordFormat, Seal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +45,7 @@ _STORE_S = 10.0  # that a batch of records may take
 _IDLE_S = 0.02  # between two questions to an engine that has more to store
 _CLOSE_S = 5.0  # to store what was copied out
 _NEW_SHARE = 0.2  # of a new measurement, in a mean
+_LONGEST_KEY = 4096  # bytes of a key's file
 _MOST_TRIED = 64  # ends of a prefix, where windows or states must be there too
 
 Bytes = npt.NDArray[np.uint8]
@@ -341,12 +351,16 @@ class ThreadedCarrier:
                 self._came.wait(seconds)
 
     def close(self) -> None:
+        if self._stop_s is not None:
+            return
         self.send()
         self._stop_s = time.monotonic() + _CLOSE_S
         self._to_load.put(None)
         self._to_store.put(None)
         for thread in self._threads:
-            thread.join(_CLOSE_S + _STORE_S)
+            if thread is not threading.current_thread():  # a collector may run in any
+                thread.join(_CLOSE_S + _STORE_S)
+        self._copies.forget()
         for tier in self.tiers:
             tier.close()
 
@@ -589,3 +603,97 @@ def _is_full(group: Group) -> bool:
 
 def _mean(mean: float, new: float) -> float:
     return new if not mean else mean + _NEW_SHARE * (new - mean)
+
+
+# -- tiers of an engine ----------------------------------------------------------------------------
+
+
+def make_offloading(
+    config: EngineConfig, loaded: LoadedModel, kv: KVCache, costs: Costs, clock: Clock
+) -> OffloadPolicy | None:
+    """Open the tiers that the options name, for an engine's cache; None if they name none.
+
+    Raises: ConfigError where the cache has no blocks that tiers could keep, for a shared tier
+    without a key, and for a tier that cannot be opened.
+    """
+    if not config.tiers:
+        return None
+    _require_blocks(config, loaded, kv)
+    key = None if config.kv_tier_key is None else _read_key(config.kv_tier_key)
+    try:
+        fingerprint = kv_fingerprint(loaded, config, kv.accounting.groups)
+    except CannotName as error:
+        raise ConfigError(
+            f"kv_tier: records of {loaded.name} would have no name: {error}"
+        ) from None
+    plain = record_formats(kv, fingerprint.digest, config.block_size, Checksums())
+    sealed = plain
+    if key is not None:
+        sealed = record_formats(kv, fingerprint.digest, config.block_size, KeyedSeal(key))
+    largest = max(form.num_bytes for form in (*plain, *sealed))
+    with ExitStack() as undo:
+        tiers = list[GuardedTier]()
+        for address in config.tiers:
+            make = TIERS.find(address.kind, "kv_tier")
+            with TIERS.blamed(address.kind, "kv_tier"):
+                tier = make(address, largest, fingerprint.namespace)
+            undo.callback(tier.close)
+            is_shared = tier.traits.is_shared
+            if is_shared and key is None and not config.kv_tier_trusted:
+                raise ConfigError(
+                    f"kv_tier={address} is shared: who can write to it would choose this "
+                    f"engine's answers: set kv_tier_key to a file with a secret key, or "
+                    f"kv_tier_trusted if only trusted engines can reach it"
+                )
+            is_sealed = is_shared and key is not None
+            tiers.append(
+                GuardedTier(str(address), tier, sealed if is_sealed else plain, is_sealed=is_sealed)
+            )
+        carrier = ThreadedCarrier(
+            kv.accounting.groups,
+            config.block_size,
+            BlockCopies(kv),
+            tiers,
+            Staging(staging_bytes(kv.accounting.groups, config.block_size)),
+        )
+        undo.pop_all()
+    return OffloadPolicy(
+        carrier,
+        kv.accounting,
+        costs,
+        clock,
+        block_size=config.block_size,
+        write=config.kv_tier_write,
+    )
+
+
+def _require_blocks(config: EngineConfig, loaded: LoadedModel, kv: KVCache) -> None:
+    """Raise ConfigError where no block of the cache can be named, or lies in several processes."""
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"kv_tier needs tensor_parallel_size=1, and it is {config.tensor_parallel_size}: each "
+            f"rank has a part of every block, and only whole blocks are stored"
+        )
+    if loaded.spec.source_tokens:
+        raise ConfigError(
+            f"kv_tier cannot be used with {loaded.name}: what an encoder-decoder writes depends "
+            f"on its source, which names no block"
+        )
+    if not config.enable_prefix_caching:
+        raise ConfigError("kv_tier needs enable_prefix_caching: blocks from tiers are found by it")
+    if not (isinstance(kv.accounting, BlockAccounting) and isinstance(kv.storage, BlockBytes)):
+        raise ConfigError(
+            f"kv_tier needs blocks, and cache={config.cache} has none here: use cache=paged"
+        )
+
+
+def _read_key(path: str) -> bytes:
+    """Read a key's file. Raises: ConfigError, which never shows the key."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            key = file.read(_LONGEST_KEY + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"kv_tier_key={path!r} cannot be read: {error.strerror}") from None
+    if len(key) > _LONGEST_KEY:
+        raise ConfigError(f"kv_tier_key={path!r} has more than {_LONGEST_KEY:,} bytes")
+    return key

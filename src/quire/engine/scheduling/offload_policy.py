@@ -80,6 +80,8 @@ class BlockCarrier(Protocol):
         """Give back a job's staging memory. What it has brought may go to a nearer tier."""
         ...
 
+    when_idle: Callable[[], bool] | None
+
     def copy_out(self, group: int, block: int, identity: BlockIdentity) -> bool:
         """Copy a block to staging memory, to be stored. Return False if there is no room now."""
         ...
@@ -171,7 +173,7 @@ class OffloadPolicy:
         # Blocks seen, by name: the groups of which there is a record, as bits.
         self._remembered: dict[bytes, int] = {}
         self._recurring = _Share()
-        self._is_off = False
+        self._is_off = self._is_closed = False
         self.use(accounting)
 
     def use(self, accounting: Accounting) -> None:
@@ -394,8 +396,18 @@ class OffloadPolicy:
         self._queue.clear()
         self._blocks.index.filled = None
 
+    def store_when_idle(self, store: Callable[[], bool]) -> None:
+        """Have ``store`` called while no step is run: it calls this one's ``store``.
+
+        Returns: whether nothing is left to be stored; if not, it is called again soon.
+        """
+        self._carrier.when_idle = store
+
     def close(self) -> None:
         """Copy out what can be in a few seconds, and end what is under way."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         stop_s = self._clock() + _CLOSE_S
         self.store(step_s=None)
         while self.has_more and self._clock() < stop_s:
