@@ -502,8 +502,8 @@ class BlockAccounting(Accounting, Protocol):
 
         Returns: for each group the first column that is to be filled, and the blocks from there
         on: those that a sequence which begins behind the prefix reads. The caller writes whole
-        blocks, and calls ``insert_blocks`` or ``free``. None: all of it is cached, or there is no
-        room, and nothing has changed.
+        blocks, and calls ``insert_blocks`` or ``free``. Empty if all of it is cached; None if there
+        is no room. Nothing has changed then.
         """
         ...
 

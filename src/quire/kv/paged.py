@@ -301,8 +301,8 @@ class BlockCoordinator:
 
         Returns: for each group the first column that is to be filled, and the blocks from there
         on: those that a sequence which begins behind the prefix reads. The caller writes whole
-        blocks, and calls ``insert_blocks`` or ``free``. None: all of it is cached, or there is no
-        room, and nothing has changed.
+        blocks, and calls ``insert_blocks`` or ``free``. Empty if all of it is cached; None if there
+        is no room. Nothing has changed then.
         """
         self._announce(pin_id, keys)
         row, end = self.tables.rows[pin_id], len(token_ids)
@@ -310,7 +310,7 @@ class BlockCoordinator:
         external = end - hit.num_tokens
         if not external or self.allocate(pin_id, end, hit=hit, external_tokens=external) != FITS:
             self.free(pin_id)
-            return None
+            return None if external else []
         first = hit.num_tokens // self.tables.block_size
         reserved = []
         for number in self._numbers:

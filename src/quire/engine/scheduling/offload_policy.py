@@ -25,6 +25,7 @@ from quire.kv.prefix_cache import PrefixHit, TokenIds
 from quire.kv.prefix_index import NO_BLOCK, BlockIdentity, PrefixKeys
 from quire.spec import Group, KeptWhole
 
+_Outcome: TypeAlias = Literal["inserted", "no room", "lost"]
 WritePolicy: TypeAlias = Literal["auto", "always", "never"]
 WRITE_POLICIES: tuple[WritePolicy, ...] = ("auto", "always", "never")
 
@@ -56,6 +57,7 @@ class LoadJob:
     end: int = 0  # blocks that can be inserted: from ``first`` to this one
     is_cut: bool = False  # there was more, and no room for it in staging memory
     is_done: bool = False
+    lacks_room: bool = False  # in the cache, for what has come
     is_given_up: bool = False
     is_wrong: bool = False  # what it brings is wrong, or may be
     payloads: dict[tuple[int, int], object] = field(default_factory=dict)  # (group, column)
@@ -195,6 +197,8 @@ class OffloadPolicy:
         """
         job = self._jobs.get(sequence.seq_id)
         if job is not None:
+            if job.lacks_room:  # as the sequence itself does, or it goes on with less
+                return False
             if self._clock() < job.deadline_s:
                 return True
             self._give_up(job)
@@ -212,9 +216,9 @@ class OffloadPolicy:
 
     def wait(self) -> None:
         """Wait until something has come, or a sequence waits no longer."""
-        if self._jobs:
-            latest_s = min(job.deadline_s for job in self._jobs.values())
-            self._carrier.wait(max(0.0, latest_s - self._clock()))
+        deadlines_s = [job.deadline_s for job in self._jobs.values() if not job.is_done]
+        if deadlines_s:
+            self._carrier.wait(max(0.0, min(deadlines_s) - self._clock()))
 
     def bring(self, settle: Callable[[], bool], *, step_s: float | None) -> None:
         """Insert what has come into the cache.
@@ -290,15 +294,20 @@ class OffloadPolicy:
         """Insert a job's blocks, some at a time. Return whether the job is over."""
         size = self._block_size
         # Windows and states are brought for the end alone, so what they belong to goes whole.
-        whole = stop_s is None or any(
+        must_be_whole = any(
             columns_read(group, size, job.first, job.end).start > job.first
             for group in self._groups
         )
+        whole = stop_s is None or must_be_whole
         begun_s, done = self._clock(), job.first
+        outcome: _Outcome = "inserted"
         while done < job.end:
             end = job.end if whole else min(job.end, done + _BLOCKS_AT_ONCE)
-            inserted = self._insert_until(job, end, settle)
-            if not inserted:
+            outcome = self._insert_until(job, end, settle)
+            if outcome == "no room" and whole and not must_be_whole:
+                whole = False  # as many as there is room for
+                continue
+            if outcome != "inserted":
                 break
             done = end
             if stop_s is not None and self._clock() >= stop_s:
@@ -312,14 +321,17 @@ class OffloadPolicy:
         for block in job.blocks[: done - job.first]:
             self._remember(block.chain[:8], self._remembered.get(block.chain[:8], 0) | 1)
         job.blocks, job.first = job.blocks[done - job.first :], done
-        return done >= job.end or not inserted
+        job.lacks_room = outcome == "no room"
+        return done >= job.end or outcome == "lost"
 
-    def _insert_until(self, job: LoadJob, end: int, settle: Callable[[], bool]) -> bool:
+    def _insert_until(self, job: LoadJob, end: int, settle: Callable[[], bool]) -> _Outcome:
         """Insert a job's blocks before column ``end``, if there is room for them."""
         token_ids = job.token_ids[: end * self._block_size]
         reserved = self._blocks.reserve_blocks(_PIN_ID, token_ids, job.keys)
         if reserved is None:
-            return False
+            return "no room"
+        if not reserved:  # another sequence has computed it meanwhile
+            return "inserted"
         there = all(
             (number, column) in job.payloads
             for number, (start, blocks) in enumerate(reserved)
@@ -327,15 +339,15 @@ class OffloadPolicy:
         )
         if not there:  # what it was to go on behind has been evicted since
             self._blocks.free(_PIN_ID)
-            return False
+            return "lost"
         if not settle():
-            return False
+            return "lost"
         for number, (start, blocks) in enumerate(reserved):
             if len(blocks):
                 payloads = [job.payloads[number, start + at] for at in range(len(blocks))]
                 self._carrier.fill(number, blocks.tolist(), payloads)
         self._blocks.insert_blocks(_PIN_ID, token_ids)
-        return True
+        return "inserted"
 
     # -- storing -----------------------------------------------------------------------------------
 
