@@ -304,9 +304,13 @@ class LLM:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Drop the blocks that are kept for later prompts. Return False while a request runs.
 
-        With ``reset_running_requests`` running requests compute their tokens again.
+        With ``reset_running_requests`` running requests compute their tokens again. Records in
+        tiers stay, but for a model in memory whose weights are not what they were: tiers are not
+        used any more then, since its records would be another model's.
         """
         with self._elastic.lock:
+            if self.engine.scheduler.offload is not None:
+                self.engine.scheduler.offload.check_model()
             if reset_running_requests:
                 while self.engine.scheduler.preempt_youngest(spare_oldest=False):
                     pass

@@ -626,10 +626,19 @@ def make_offloading(
         raise ConfigError(
             f"kv_tier: records of {loaded.name} would have no name: {error}"
         ) from None
-    plain = record_formats(kv, fingerprint.digest, config.block_size, Checksums())
+    assert isinstance(kv.accounting, BlockAccounting)
+    block_size = kv.accounting.index.block_size  # not the option's, where a page holds more
+    plain = record_formats(kv, fingerprint.digest, block_size, Checksums())
     sealed = plain
     if key is not None:
-        sealed = record_formats(kv, fingerprint.digest, config.block_size, KeyedSeal(key))
+        sealed = record_formats(kv, fingerprint.digest, block_size, KeyedSeal(key))
+
+    def is_same_model() -> bool:
+        try:
+            return kv_fingerprint(loaded, config, kv.accounting.groups) == fingerprint
+        except CannotName:
+            return False
+
     largest = max(form.num_bytes for form in (*plain, *sealed))
     with ExitStack() as undo:
         tiers = list[GuardedTier]()
@@ -651,10 +660,10 @@ def make_offloading(
             )
         carrier = ThreadedCarrier(
             kv.accounting.groups,
-            config.block_size,
+            block_size,
             BlockCopies(kv),
             tiers,
-            Staging(staging_bytes(kv.accounting.groups, config.block_size)),
+            Staging(staging_bytes(kv.accounting.groups, block_size)),
         )
         undo.pop_all()
     return OffloadPolicy(
@@ -662,8 +671,9 @@ def make_offloading(
         kv.accounting,
         costs,
         clock,
-        block_size=config.block_size,
         write=config.kv_tier_write,
+        # Weights that only the engine has are never changed under it.
+        is_same_model=(lambda: True) if loaded.is_private else is_same_model,
     )
 
 

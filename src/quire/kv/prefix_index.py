@@ -92,6 +92,7 @@ class PrefixIndex:
         # Nodes (i64[n]) that got a block, in order, since a reader last took the list; None: no
         # reader has asked for them.
         self.filled: list[Ids] | None = None
+        self.block_size = block_size  # tokens
         self.block_bytes = TOKEN_BYTES * block_size  # of a full block's token ids
         self._ids: dict[BlockKey, int] = {}
         self._num_created = 0

@@ -3,7 +3,7 @@
 This is the part of offloading that needs no tensor and no thread. A ``BlockCarrier`` moves bytes
 between the cache, staging memory and tiers; ``engine.offloading`` has the one of a real engine.
 
-A waiting sequence whose prompt goes on behind its prefix hit asks the tiers once. While the answer
+A waiting sequence whose prompt goes on behind its prefix hit asks the tiers. While the answer
 is on its way the scheduler passes the sequence over, at most for as long as computing would take.
 What comes goes into free blocks of the pool between two steps, where any sequence finds it.
 
@@ -38,6 +38,7 @@ _BLOCKS_AT_ONCE = 4  # that are inserted beside steps, between two looks at the 
 _MOST_REMEMBERED = 2**17  # blocks, by 8 bytes of their names
 _MOST_QUEUED = 2**16  # blocks that may go out
 _LIKELY = 0.5  # how often a block is asked for again that was computed or found twice
+_MOST_ASKS = 8  # of a sequence, where what it had found is evicted or staging memory is full
 _PIN_ID = -2  # of the sequence that brings blocks and never runs
 
 # -- what moves ----------------------------------------------------------------------------------
@@ -58,6 +59,7 @@ class LoadJob:
     is_cut: bool = False  # there was more, and no room for it in staging memory
     is_done: bool = False
     lacks_room: bool = False  # in the cache, for what has come
+    is_lost: bool = False  # what it goes on behind was evicted
     is_given_up: bool = False
     is_wrong: bool = False  # what it brings is wrong, or may be
     payloads: dict[tuple[int, int], object] = field(default_factory=dict)  # (group, column)
@@ -162,27 +164,28 @@ class OffloadPolicy:
         costs: Costs,
         clock: Clock,
         *,
-        block_size: int,
         write: WritePolicy = "auto",
+        is_same_model: Callable[[], bool] = lambda: True,  # that records in tiers are named after
     ) -> None:
         self.counts = OffloadCounts()
         self._carrier, self._costs, self._clock = carrier, costs, clock
-        self._block_size, self._write = block_size, write
+        self._write = write
         self._jobs: dict[int, LoadJob] = {}  # by the sequence that waits for it
         self._late: list[LoadJob] = []  # under way, and no sequence waits
-        self._asked: dict[int, bool] = {}  # of waiting sequences: may they ask again
+        self._asks_left: dict[int, int] = {}  # of waiting sequences that have asked
         self._queue: deque[tuple[int, bool]] = deque(maxlen=_MOST_QUEUED)  # node, was asked for
         # Blocks seen, by name: the groups of which there is a record, as bits.
         self._remembered: dict[bytes, int] = {}
         self._recurring = _Share()
         self._is_off = self._is_closed = False
+        self._is_same_model = is_same_model
         self.use(accounting)
 
     def use(self, accounting: Accounting) -> None:
         """Go on with another cache, which is empty."""
         assert isinstance(accounting, BlockAccounting)
         self._blocks: BlockAccounting = accounting
-        self._groups = accounting.groups
+        self._groups, self._block_size = accounting.groups, accounting.index.block_size
         self._carrier.restart()
         if self._write != "never" and not self._is_off:
             self._blocks.index.filled = []
@@ -209,7 +212,7 @@ class OffloadPolicy:
 
     def forget(self, sequence: Sequence) -> None:
         """Note that a sequence waits no longer: it runs, or it has ended."""
-        self._asked.pop(sequence.seq_id, None)
+        self._asks_left.pop(sequence.seq_id, None)
         job = self._jobs.get(sequence.seq_id)
         if job is not None:
             self._give_up(job)
@@ -237,23 +240,25 @@ class OffloadPolicy:
             if job.end > job.first and not self._insert(job, settle, stop_s):
                 continue
             del self._jobs[job.seq_id]
-            self._asked[job.seq_id] = job.is_cut
+            if not (job.is_cut or job.is_lost):
+                self._asks_left[job.seq_id] = 0
             self._carrier.release(job)
             if stop_s is not None and self._clock() >= stop_s:
                 return
 
     def _ask(self, sequence: Sequence, token_ids: TokenIds, hit: PrefixHit) -> bool:
-        """Ask tiers for what follows a hit, once, if that may pay. Return whether they are."""
+        """Ask tiers for what follows a hit, if that may pay. Return whether they are asked."""
         size = self._block_size
         first, end = hit.num_tokens // size, (len(token_ids) - 1) // size
-        if end <= first or not self._asked.get(sequence.seq_id, True):
+        asks_left = self._asks_left.get(sequence.seq_id, _MOST_ASKS)
+        if end <= first or not asks_left:
             return False
-        is_first = sequence.seq_id not in self._asked
+        is_first = sequence.seq_id not in self._asks_left
         wanted = token_ids[: end * size]
         blocks = self._blocks.following_blocks(sequence.seq_id, wanted, hit)
         if is_first:
             self._note_request(hit.num_tokens // size, blocks)
-        self._asked[sequence.seq_id] = False
+        self._asks_left[sequence.seq_id] = 0
         recompute_s = self._costs.recompute_s(len(blocks) * size)
         if self._carrier.load_s_per_block * len(blocks) >= recompute_s:
             return False
@@ -270,7 +275,7 @@ class OffloadPolicy:
             return False
         if is_first:
             self.counts.queried_tokens += len(blocks) * size
-        self._jobs[sequence.seq_id] = job
+        self._jobs[sequence.seq_id], self._asks_left[sequence.seq_id] = job, asks_left - 1
         return True
 
     def _give_up(self, job: LoadJob) -> None:
@@ -321,8 +326,8 @@ class OffloadPolicy:
         for block in job.blocks[: done - job.first]:
             self._remember(block.chain[:8], self._remembered.get(block.chain[:8], 0) | 1)
         job.blocks, job.first = job.blocks[done - job.first :], done
-        job.lacks_room = outcome == "no room"
-        return done >= job.end or outcome == "lost"
+        job.lacks_room, job.is_lost = outcome == "no room", outcome == "lost"
+        return done >= job.end or job.is_lost
 
     def _insert_until(self, job: LoadJob, end: int, settle: Callable[[], bool]) -> _Outcome:
         """Insert a job's blocks before column ``end``, if there is room for them."""
@@ -395,6 +400,11 @@ class OffloadPolicy:
         if sent:
             self._carrier.send()
 
+    def check_model(self) -> None:
+        """Stop if the model is not the one that records are named after."""
+        if not (self._is_off or self._is_same_model()):
+            self.stop("the weights are not what they were")
+
     def stop(self, reason: str) -> None:
         """Neither load nor store any more: what steps compute is no longer what records say."""
         if self._is_off:
@@ -419,7 +429,7 @@ class OffloadPolicy:
         """Copy out what can be in a few seconds, and end what is under way."""
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed, self._is_same_model = True, lambda: True  # which held the model
         stop_s = self._clock() + _CLOSE_S
         self.store(step_s=None)
         while self.has_more and self._clock() < stop_s:
