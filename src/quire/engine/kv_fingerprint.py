@@ -5,8 +5,8 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-from quire.config import KV_CACHE_DTYPES, EngineConfig
-from quire.models.file_hashes import CannotName
+from quire.config import KV_CACHE_DTYPES, EngineConfig, kernel_dir
+from quire.models.file_hashes import CannotName, KeptHashes
 from quire.models.loader import LoadedModel
 from quire.models.model_content import ModelContent, model_content
 from quire.spec import Group
@@ -66,13 +66,14 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
 def kv_fingerprint(
     loaded: LoadedModel, config: EngineConfig, groups: Sequence[Group], *, rank: int = 0
 ) -> Fingerprint:
-    """Return the fingerprint of an engine's records.
+    """Return the fingerprint of an engine's records, as long as its model is what it is now.
 
     ``groups``: as they are stored, of this rank.
 
     Raises: CannotName with the reason why there is none, and why tiers are off then.
     """
-    return fingerprint_of(model_content(loaded), config, groups, rank=rank)
+    content = model_content(loaded, KeptHashes(kernel_dir()))
+    return fingerprint_of(content, config, groups, rank=rank)
 
 
 def fingerprint_of(
