@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from quire.plugins import Registry
 from quire.tiers.address import TierAddress
+from quire.tiers.files import make_file_tier
 from quire.tiers.host_memory import make_memory_tier
 from quire.tiers.tier import Deadline, Name, Tier, TierError, TierFull, TierTraits, TierUsage
 
@@ -14,7 +15,7 @@ MakeTier: TypeAlias = Callable[[TierAddress, int, str], Tier]
 TIERS: Registry[MakeTier] = Registry(
     "tier",
     "quire.tiers",
-    {"memory": make_memory_tier},
+    {"memory": make_memory_tier, "file": make_file_tier},
     lambda found: None if callable(found) else f"{found!r} takes no quire.tiers.TierAddress",
 )
 
