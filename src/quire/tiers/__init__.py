@@ -10,10 +10,20 @@ from quire.tiers.tier import Deadline, Name, Tier, TierError, TierFull, TierTrai
 # (where, the bytes of the largest record, an engine's namespace: 16 hex digits) → a tier
 MakeTier: TypeAlias = Callable[[TierAddress, int, str], Tier]
 
+
+def _redis(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
+    from quire.tiers.redis import open_redis
+
+    return open_redis(address, record_bytes, namespace)
+
+
 TIERS: Registry[MakeTier] = Registry(
     "tier",
     "quire.tiers",
-    {},
+    {
+        "redis": _redis,
+        "rediss": _redis,
+    },
     lambda found: None if callable(found) else f"{found!r} takes no quire.tiers.TierAddress",
 )
 
