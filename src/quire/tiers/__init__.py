@@ -17,12 +17,21 @@ def _redis(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
     return open_redis(address, record_bytes, namespace)
 
 
+def _objects(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
+    from quire.tiers.objects import open_objects
+
+    return open_objects(address, record_bytes, namespace)
+
+
 TIERS: Registry[MakeTier] = Registry(
     "tier",
     "quire.tiers",
     {
         "redis": _redis,
         "rediss": _redis,
+        "s3": _objects,
+        "gs": _objects,
+        "az": _objects,
     },
     lambda found: None if callable(found) else f"{found!r} takes no quire.tiers.TierAddress",
 )
