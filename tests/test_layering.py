@@ -80,6 +80,7 @@ ONLY_IN = {
     "triton": {"attention"},
     "flashinfer": {"attention"},
     "numba": {"attention"},
+    "obstore": {"tiers"},
     "llvmlite": {"kernels", "attention", "layers"},
     "typer": {"cli"},
     "rich": {"cli"},
