@@ -78,7 +78,8 @@ class SqliteTier:
         return TierUsage(num_records=count, used_bytes=used, capacity_bytes=self._size)
 
     def close(self) -> None:
-        self._db.close()
+        with self._lock:  # no other thread may be inside
+            self._db.close()
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "kernels": "errors units kept_files",
     "devices": "errors units memory",
     "attention": "errors units plugins spec kv kernels devices",
-    "config": "errors units plugins spec memory kv attention",
+    "config": "errors units plugins spec memory kv attention tiers",
     "layers": "errors units kernels",
     "models": "errors units kept_files spec memory kv kernels attention layers devices",
     "engine.structured": "errors units sampling_params",

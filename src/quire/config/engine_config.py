@@ -318,12 +318,7 @@ class EngineConfig:
             )
         one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority", "shortest"))
         in_range("swap_space", self.swap_space, 0, 2**63)
-        for address in self.tiers:
-            TIERS.require(address.kind, "kv_tier")
-        if self.kv_tier_key is not None and not self.kv_tier:
-            raise ConfigError(f"kv_tier_key={self.kv_tier_key!r} needs kv_tier, a shared one")
-        one_of("kv_tier_write", self.kv_tier_write, ("auto", "always", "never"))
-        in_range("kv_offloading_size", self.kv_offloading_size, 0, 2**63)
+        self._check_tiers()
         if self.swap_path is not None and not self.swap_space:
             raise ConfigError(f"swap_path={self.swap_path!r} needs swap_space, its size in bytes")
         one_of("budget", self.budget, tuple(BUDGETS))
@@ -347,6 +342,14 @@ class EngineConfig:
         if self.quantization is not None:
             one_of("quantization", self.quantization, ("int8",))
         one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
+
+    def _check_tiers(self) -> None:
+        in_range("kv_offloading_size", self.kv_offloading_size, 0, 2**63)
+        for address in self.tiers:
+            TIERS.require(address.kind, "kv_tier")
+        one_of("kv_tier_write", self.kv_tier_write, ("auto", "always", "never"))
+        if self.kv_tier_key is not None and not self.kv_tier:
+            raise ConfigError(f"kv_tier_key={self.kv_tier_key!r} needs kv_tier, a shared one")
 
     @property
     def tiers(self) -> tuple[TierAddress, ...]:

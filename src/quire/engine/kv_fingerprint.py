@@ -53,6 +53,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "reserve": "nothing",
         "speculative_config": "nothing",  # drafts that are rejected are trimmed
         "tensor_parallel_size": "named",
+        "kv_events_config": "nothing",
         "kv_tier": "nothing",
         "kv_tier_key": "nothing",  # names under another key are other names
         "kv_tier_trusted": "nothing",

@@ -25,7 +25,7 @@ from quire.engine.kv_sizing import staging_bytes
 from quire.engine.scheduling.offload_policy import LoadJob, OffloadPolicy, columns_read
 from quire.engine.scheduling.step_costs import Clock, Costs
 from quire.errors import ConfigError
-from quire.kv.interface import BlockAccounting, BlockBytes
+from quire.kv.interface import BlockBytes, ExternalBlocks
 from quire.kv.layout import attention_spec
 from quire.kv.prefix_index import BlockIdentity
 from quire.models.file_hashes import CannotName
@@ -626,7 +626,7 @@ def make_offloading(
         raise ConfigError(
             f"kv_tier: records of {loaded.name} would have no name: {error}"
         ) from None
-    assert isinstance(kv.accounting, BlockAccounting)
+    assert isinstance(kv.accounting, ExternalBlocks)
     block_size = kv.accounting.index.block_size  # not the option's, where a page holds more
     plain = record_formats(kv, fingerprint.digest, block_size, Checksums())
     sealed = plain
@@ -691,7 +691,7 @@ def _require_blocks(config: EngineConfig, loaded: LoadedModel, kv: KVCache) -> N
         )
     if not config.enable_prefix_caching:
         raise ConfigError("kv_tier needs enable_prefix_caching: blocks from tiers are found by it")
-    if not (isinstance(kv.accounting, BlockAccounting) and isinstance(kv.storage, BlockBytes)):
+    if not (isinstance(kv.accounting, ExternalBlocks) and isinstance(kv.storage, BlockBytes)):
         raise ConfigError(
             f"kv_tier needs blocks, and cache={config.cache} has none here: use cache=paged"
         )

@@ -496,7 +496,7 @@ class BlockEventSource(Protocol):
 
 
 @runtime_checkable
-class BlockAccounting(Accounting, Protocol):
+class ExternalBlocks(Accounting, Protocol):
     """What accounting does besides where its blocks may come from outside, and go there."""
 
     index: PrefixIndex

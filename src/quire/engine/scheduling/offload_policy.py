@@ -20,7 +20,7 @@ from typing import Literal, Protocol, TypeAlias, final
 from quire.engine.scheduling.step_costs import Clock, Costs
 from quire.engine.sequence import Sequence
 from quire.kv import Accounting
-from quire.kv.interface import BlockAccounting
+from quire.kv.interface import ExternalBlocks
 from quire.kv.prefix_cache import PrefixHit, TokenIds
 from quire.kv.prefix_index import NO_BLOCK, BlockIdentity, PrefixKeys
 from quire.spec import Group, KeptWhole
@@ -183,8 +183,8 @@ class OffloadPolicy:
 
     def use(self, accounting: Accounting) -> None:
         """Go on with another cache, which is empty."""
-        assert isinstance(accounting, BlockAccounting)
-        self._blocks: BlockAccounting = accounting
+        assert isinstance(accounting, ExternalBlocks)
+        self._blocks: ExternalBlocks = accounting
         self._groups, self._block_size = accounting.groups, accounting.index.block_size
         self._carrier.restart()
         if self._write != "never" and not self._is_off:
