@@ -92,7 +92,8 @@ ONLY_IN = {
     "flask": {"server"},
     "prometheus_client": {"server"},
     "opentelemetry": {"server"},
-    "msgspec": {"server", "cli", "traces"},
+    "msgspec": {"server", "cli", "traces", "engine"},
+    "zmq": {"engine"},
     "jinja2": {"chat"},
 }
 

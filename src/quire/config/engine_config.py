@@ -1,16 +1,16 @@
 """Define the options of an engine. Command-line flags are made from the fields."""
 
-import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
 from quire.attention import BACKENDS
 from quire.config.environment import EnvironmentValue, number, read, said
-from quire.config.option import ADVANCED, in_range, nearest, one_of, option
+from quire.config.kv_events import KVEventsConfig
+from quire.config.option import ADVANCED, in_range, object_of, one_of, option
 from quire.errors import ConfigError
 from quire.kv import DEFAULT_POLICY, EVICTION_POLICIES, STRATEGIES
 from quire.memory import PROVIDERS
@@ -58,20 +58,7 @@ class SpeculativeConfig:
     @classmethod
     def parse(cls, given: Any) -> "SpeculativeConfig | None":
         """Parse a JSON object, as text or as a mapping. Raises: ConfigError."""
-        if given is None or isinstance(given, cls):
-            return given
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except ValueError as error:
-                raise ConfigError(f"speculative_config {given!r} is not JSON: {error}") from error
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"speculative_config={given!r} must be a JSON object")
-        known = {option.name for option in fields(cls)}
-        for name in given:
-            if name not in known:
-                raise ConfigError(f"speculative_config: unknown {name!r}{nearest(name, known)}")
-        return cls(**given)
+        return object_of("speculative_config", cls, given)
 
 
 # -- the engine ------------------------------------------------------------------------------------
@@ -286,6 +273,15 @@ class EngineConfig:
         flag_type=str | None,
         parse=SpeculativeConfig.parse,
     )
+    kv_events_config: KVEventsConfig | None = option(  # noqa: RUF009 - it makes a field
+        None,
+        "Events of the prefix cache for routers, as JSON with vLLM's fields: "
+        '{"enable_kv_cache_events": true} publishes them at tcp://127.0.0.1:5557. Needs '
+        "quire[events]. Default: none.",
+        flag_type=str | None,
+        parse=KVEventsConfig.parse,
+        panel=ADVANCED,
+    )
     tensor_parallel_size: int = option(
         1,
         "Number of processes (ranks) that share each layer and the KV memory; on CUDA one per "
@@ -297,6 +293,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         speculative = SpeculativeConfig.parse(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculative)
+        events = KVEventsConfig.parse(self.kv_events_config)
+        object.__setattr__(self, "kv_events_config", events)
+        if events is not None and events.publishes and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_events_config: enable_kv_cache_events needs enable_prefix_caching: without it "
+                "no block is kept that could be announced"
+            )
         in_range("max_num_seqs", self.max_num_seqs, 1, 2**20)
         for name in ("max_num_batched_tokens", "block_size", "growth_tokens"):
             in_range(name, getattr(self, name), 1)

@@ -21,7 +21,14 @@ from quire.kv.eviction_queue import Ids
 from quire.kv.layout import LayersPerPage
 from quire.kv.occupancy import Occupancy
 from quire.kv.prefix_cache import PrefixHit, TokenIds
-from quire.kv.prefix_index import NO_KEYS, BlockIdentity, BlockKey, PrefixIndex, PrefixKeys
+from quire.kv.prefix_index import (
+    NO_KEYS,
+    BlockEvent,
+    BlockIdentity,
+    BlockKey,
+    PrefixIndex,
+    PrefixKeys,
+)
 from quire.kv.storage_ops import StorageOp
 from quire.memory import CountedMemory
 from quire.spec import Group
@@ -477,6 +484,15 @@ class Storage(Protocol):
 
 
 # -- blocks that come and go ---------------------------------------------------------------------
+
+
+@runtime_checkable
+class BlockEventSource(Protocol):
+    """What accounting does besides where ``CacheConfig.keep_events`` has it note its blocks."""
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return what was noted since the last call, in order; it is noted no longer."""
+        ...
 
 
 @runtime_checkable

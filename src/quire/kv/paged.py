@@ -41,6 +41,7 @@ from quire.kv.packed_slots import packed_positions
 from quire.kv.prefix_cache import PrefixCache, PrefixHit, TokenIds, no_hit, start_of
 from quire.kv.prefix_index import (
     NO_KEYS,
+    BlockEvent,
     BlockIdentity,
     BlockKey,
     PrefixIndex,
@@ -387,6 +388,10 @@ class BlockCoordinator:
         self.pools.evict(0)
         self.index.note_cleared()
         return True
+
+    def take_events(self) -> list[BlockEvent]:
+        events, self.index.events = self.index.events, []
+        return events
 
     def check(self) -> None:
         self.pools.check()

@@ -40,6 +40,7 @@ class BlockStored:
     parent_block_hash: bytes | None  # None for a sequence's first block
     token_ids: tuple[int, ...]
     extra_keys: tuple[tuple[str, str], ...]  # tagged: salt and adapter of the root, images
+    root_keys: tuple[tuple[str, str], ...]  # … salt and adapter, in each block's event
     group_idx: int
 
 
@@ -48,6 +49,7 @@ class BlockRemoved:
     """The index no longer finds this block."""
 
     block_hash: bytes
+    root_keys: tuple[tuple[str, str], ...]
     group_idx: int
 
 
@@ -331,8 +333,7 @@ class PrefixIndex:
         """Take their block in the group from these nodes: rows i64[n]."""
         self.blocks[group][rows] = NO_BLOCK
         if self._keep_events:
-            hashes = [self.block_hash(row) for row in rows.tolist()]
-            self.events += [BlockRemoved(block_hash=each, group_idx=group) for each in hashes]
+            self.events += [self._removed(group, row) for row in rows.tolist()]
         left = self._ref_counts[rows] - 1
         self._ref_counts[rows] = left
         for row in rows[left == 0].tolist():
@@ -445,14 +446,21 @@ class PrefixIndex:
 
     def _stored(self, group: int, row: int) -> BlockStored:
         parent = self.row(self._key(row)[0])
-        first = self._key(parent)[0] == _NO_PARENT
+        digest, root = self._hashed(row)
+        of_root = self.extra(root)
+        first = parent == root
         return BlockStored(
-            block_hash=self.block_hash(row),
+            block_hash=digest,
             parent_block_hash=None if first else self.block_hash(parent),
             token_ids=tuple(np.frombuffer(self.tokens(row), np.int32).tolist()),
-            extra_keys=(*(self.extra(parent) if first else ()), *self.extra(row)),
+            extra_keys=(*(of_root if first else ()), *self.extra(row)),
+            root_keys=of_root,
             group_idx=group,
         )
+
+    def _removed(self, group: int, row: int) -> BlockRemoved:
+        digest, root = self._hashed(row)
+        return BlockRemoved(block_hash=digest, root_keys=self.extra(root), group_idx=group)
 
     def check(self) -> None:
         """Raise AssertionError if keys, rows or reference counts contradict each other."""
