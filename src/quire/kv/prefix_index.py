@@ -11,6 +11,7 @@ early blocks first, and the index still finds what follows them.
 Source: SGLang's radix cache compares token ids too; the chained SHA-256 is as vLLM's block hash.
 """
 
+import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from quire.errors import RequestError
 from quire.kv.eviction import Prints
 from quire.kv.eviction_queue import Ids
 
@@ -532,7 +534,9 @@ def _doubled(array: npt.NDArray[_Number], fill: int) -> npt.NDArray[_Number]:
 # -- prefix keys -----------------------------------------------------------------------------------
 
 # Besides token ids, a tenant's salt, an adapter and images tell prefixes apart. Each key is tagged,
-# so that an adapter's name never equals a salt.
+# so that an adapter never equals a salt.
+
+_IS_CONTENT = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -549,8 +553,19 @@ class PrefixKeys:
     """Sequences share a prefix only if these are equal for it."""
 
     salt: str = ""  # a tenant's secret: sequences of different salts never see each other's blocks
-    lora: str = ""  # the adapter that computes keys and values: name and version
+    lora: str = ""  # what the adapter that computes keys and values has in it: 64 hex digits
     images: tuple[Image, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse an adapter's name, which another adapter may bear tomorrow. Raises: RequestError.
+
+        Blocks outlive the process in which a name had its meaning.
+        """
+        if self.lora and not _IS_CONTENT.fullmatch(self.lora):
+            raise RequestError(
+                f"lora={self.lora[:80]!r} must be 64 hex digits, a hash of the adapter's weights "
+                f"and options (quire.models.model_content.adapter_content), and not its name"
+            )
 
     def of_root(self) -> Extra:
         """Return the keys that hold for every block."""
