@@ -78,7 +78,7 @@ class SqliteTier:
         return TierUsage(num_records=count, used_bytes=used, capacity_bytes=self._size)
 
     def close(self) -> None:
-        with self._lock:
+        with self._lock:  # no other thread may be inside
             self._db.close()
 
 

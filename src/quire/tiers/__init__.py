@@ -12,10 +12,31 @@ from quire.tiers.tier import Deadline, Name, Tier, TierError, TierFull, TierTrai
 # (where, the bytes of the largest record, an engine's namespace: 16 hex digits) → a tier
 MakeTier: TypeAlias = Callable[[TierAddress, int, str], Tier]
 
+
+def _redis(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
+    from quire.tiers.redis import open_redis
+
+    return open_redis(address, record_bytes, namespace)
+
+
+def _objects(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
+    from quire.tiers.objects import open_objects
+
+    return open_objects(address, record_bytes, namespace)
+
+
 TIERS: Registry[MakeTier] = Registry(
     "tier",
     "quire.tiers",
-    {"memory": make_memory_tier, "file": make_file_tier},
+    {
+        "memory": make_memory_tier,
+        "file": make_file_tier,
+        "redis": _redis,
+        "rediss": _redis,
+        "s3": _objects,
+        "gs": _objects,
+        "az": _objects,
+    },
     lambda found: None if callable(found) else f"{found!r} takes no quire.tiers.TierAddress",
 )
 
