@@ -66,7 +66,7 @@ MAY_IMPORT = {
     " http planner",
     "compare": "errors units config spec kv models sampling_params engine.sequence engine figures",
     "cli": "errors units traces config spec memory kv models sampling_params engine.sequence"
-    " engine planner server figures compare bench http engine.kv_sizing devices",
+    " engine planner server figures compare bench http engine.kv_sizing devices tiers",
 }
 
 # Who may import a package that is not ours; a package that is not listed may be imported anywhere.
