@@ -87,17 +87,19 @@ class NamespaceContents:
     newest_s: float | None
 
 
+def as_tier_error(what: str, error: OSError) -> TierError:
+    """Return the system's error as TierError, or TierFull where a disk or a quota is used up."""
+    raised = TierFull if error.errno in _FULL else TierError
+    return raised(f"kv_tier=file: {what}: {error.strerror or error}")
+
+
 @contextmanager
 def tier_errors(what: str) -> Iterator[None]:
-    """Have the system's errors be TierError, or TierFull where a disk or a quota is used up.
-
-    Raises: TierError, TierFull.
-    """
+    """Have the system's errors be those of a tier. Raises: TierError, TierFull."""
     try:
         yield
     except OSError as error:
-        raised = TierFull if error.errno in _FULL else TierError
-        raise raised(f"kv_tier=file: {what}: {error.strerror or error}") from error
+        raise as_tier_error(what, error) from error
 
 
 def is_too_old(found: os.stat_result, age_s: float | None, now_s: float) -> bool:
