@@ -81,6 +81,7 @@ ONLY_IN = {
     "flashinfer": {"attention"},
     "numba": {"attention"},
     "obstore": {"tiers"},
+    "mooncake": {"tiers"},
     "llvmlite": {"kernels", "attention", "layers"},
     "typer": {"cli"},
     "rich": {"cli"},
