@@ -31,9 +31,10 @@ from quire.kv.prefix_index import BlockIdentity
 from quire.models.file_hashes import CannotName
 from quire.models.loader import LoadedModel
 from quire.spec import Group, KeptWhole
-from quire.tiers import TIERS, Deadline, Name
+from quire.tiers import TIERS, Deadline, Name, TierError
 from quire.tiers.guard import GuardedTier
 from quire.tiers.record import Checksums, KeyedSeal, Part, RecordFormat, Seal
+from quire.tiers.tier import DescribedTier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -672,6 +673,11 @@ def make_offloading(
             with TIERS.blamed(address.kind, "kv_tier"):
                 tier = make(address, largest, fingerprint.namespace)
             undo.callback(tier.close)
+            if isinstance(tier, DescribedTier):
+                try:
+                    tier.describe(fingerprint.description.encode())
+                except TierError as error:
+                    log.warning("tier %s: %s", address, error)
             is_shared = tier.traits.is_shared
             if is_shared and key is None and not config.kv_tier_trusted:
                 raise ConfigError(
