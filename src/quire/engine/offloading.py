@@ -732,7 +732,7 @@ def _read_key(path: str) -> bytes:
     """Read a key's file. Raises: ConfigError, which never shows the key."""
     try:
         with Path(path).expanduser().open("rb") as file:
-            key = file.read(_LONGEST_KEY + 1).strip()
+            key = file.read(_LONGEST_KEY + 1)
     except OSError as error:
         raise ConfigError(f"kv_tier_key={path!r} cannot be read: {error.strerror}") from None
     if len(key) > _LONGEST_KEY:
