@@ -179,6 +179,20 @@ class TestS3:
                 call()
         assert time.monotonic() - began < 1.5
 
+    def test_a_late_store_reads_no_buffer_of_the_caller(self, s3: PlayedS3) -> None:
+        tier, names = open_tier(s3.address), names_of(1)
+        record = bytearray(records_of(names)[0])
+        expected = bytes(record)
+        s3.play = "hang"
+        with pytest.raises(TierError, match="out of time"):
+            tier.store(names, [memoryview(record)], Deadline.after(0.1))
+        record[:] = bytes(len(record))
+        s3.over.set()
+        until = time.monotonic() + 10
+        while not s3.objects and time.monotonic() < until:
+            time.sleep(0.01)
+        assert list(s3.objects.values()) == [expected]
+
     @pytest.mark.parametrize(
         ("play", "match"), [("403", "403|[Pp]ermission|denied|lacked"), ("500", "500|[Ss]erver")]
     )

@@ -25,6 +25,12 @@ def _objects(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
     return open_objects(address, record_bytes, namespace)
 
 
+def _mooncake(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
+    from quire.tiers.mooncake import open_mooncake
+
+    return open_mooncake(address, record_bytes, namespace)
+
+
 TIERS: Registry[MakeTier] = Registry(
     "tier",
     "quire.tiers",
@@ -36,6 +42,7 @@ TIERS: Registry[MakeTier] = Registry(
         "s3": _objects,
         "gs": _objects,
         "az": _objects,
+        "mooncake": _mooncake,
     },
     lambda found: None if callable(found) else f"{found!r} takes no quire.tiers.TierAddress",
 )

@@ -106,12 +106,11 @@ class FileTier:
         self._lock, self._num_written, self._is_open = threading.Lock(), 0, True
         self._writer = os.urandom(8).hex()  # of temporary files
 
-    def describe(self, description: str) -> None:
+    def describe(self, text: bytes) -> None:
         """Keep a namespace's description beside its records, for ``quire cache ls`` and ``doctor``.
 
         Raises: TierError.
         """
-        text = description.encode()
         if len(text) > LARGEST_DESCRIPTION_BYTES:
             raise TierError(
                 f"kv_tier=file: a description has {len(text):,} bytes: at most "

@@ -11,30 +11,27 @@ from an address. A bucket's lifecycle rule forgets old records.
 """
 
 import re
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, final
 
 from quire.errors import ConfigError
 from quire.tiers.address import TierAddress
+from quire.tiers.blocking_calls import BlockingCalls
 from quire.tiers.tier import Deadline, Name, TierError, TierTraits, TierUsage
 
 if TYPE_CHECKING:
     from obstore import Bytes
     from obstore.store import ObjectStore
 
-T = TypeVar("T")
-
 _REQUESTS = 16  # side by side
 _MOST_REQUESTS = 256
 _RETRIES = 2  # of a request; obstore's own are 10, in three minutes
 _REQUEST_S = timedelta(seconds=10)  # after which a late one gives its thread back
-_SHOWN_CHARACTERS = 300  # of an error's text
 
 # Options of an address, and what obstore calls them.
 _STORE_OPTIONS = MappingProxyType(
@@ -99,62 +96,72 @@ class ObjectTier:
     ) -> None:
         """``store``: any of obstore's. ``num_requests``: at most so many at once, of all calls."""
         self._store, self._label = store, label
-        self._folder, self._num_requests = f"quire/{namespace}", num_requests
+        self._folder = f"quire/{namespace}"
         # Not obstore's coroutines: a process that ends soon after one of them may be aborted.
-        self._workers = ThreadPoolExecutor(num_requests, "quire-objects")
-        self._is_closed = False
+        self._calls = BlockingCalls(label, num_requests, _in_words)
 
     def find(self, names: Sequence[Name], deadline: Deadline) -> int:
-        return self._run_of(
-            len(names), lambda i: self._size(names[i]), lambda _, size: size is not None, deadline
+        return self._calls.count(
+            len(names),
+            lambda i: partial(self._size, names[i]),
+            lambda _, size: size is not None,
+            deadline,
         )
 
     def load(self, names: Sequence[Name], into: Sequence[memoryview], deadline: Deadline) -> int:
         from obstore import get
 
-        def fetch(i: int) -> "Bytes | None":
-            found = get(self._store, self._path(names[i]))
-            return found.bytes() if found.meta["size"] == len(into[i]) else None
+        def fetch(path: str, num_bytes: int) -> "Bytes | None":
+            found = get(self._store, path)
+            return found.bytes() if found.meta["size"] == num_bytes else None
 
-        def copy(i: int, data: "Bytes | None") -> bool:  # here, so that none comes late
+        def copy(i: int, data: "Bytes | None") -> bool:
             if data is None or len(data) != len(into[i]):
                 return False
             into[i][:] = memoryview(data)
             return True
 
-        return self._run_of(len(names), fetch, copy, deadline)
+        return self._calls.count(
+            len(names), lambda i: partial(fetch, self._path(names[i]), len(into[i])), copy, deadline
+        )
 
     def store(
         self, names: Sequence[Name], records: Sequence[memoryview], deadline: Deadline
     ) -> int:
         from obstore import put
 
-        def keep(i: int) -> None:
+        def keep(name: Name, record: bytes) -> None:
             # A look is cheaper than to write again what another machine has written.
-            if self._size(names[i]) == len(records[i]):
+            if self._size(name) == len(record):
                 return
-            try:  # a copy: the caller may write into the record once the deadline has passed
-                put(self._store, self._path(names[i]), bytes(records[i]), use_multipart=False)
+            try:
+                put(self._store, self._path(name), record, use_multipart=False)
             except FileNotFoundError:
                 raise TierError(f"{self._label}: there is no such bucket") from None
 
-        return self._run_of(len(names), keep, lambda *_: True, deadline)
+        return self._calls.count(
+            len(names),
+            lambda i: partial(keep, names[i], bytes(records[i])),
+            lambda *_: True,
+            deadline,
+        )
 
     def drop(self, names: Sequence[Name], deadline: Deadline) -> None:
         from obstore import delete
 
-        def forget(i: int) -> None:
+        def forget(path: str) -> None:
             with suppress(FileNotFoundError):
-                delete(self._store, self._path(names[i]))
+                delete(self._store, path)
 
-        self._run_of(len(names), forget, lambda *_: True, deadline)
+        self._calls.count(
+            len(names), lambda i: partial(forget, self._path(names[i])), lambda *_: True, deadline
+        )
 
     def usage(self) -> TierUsage:
         return TierUsage()
 
     def close(self) -> None:
-        self._is_closed = True
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._calls.close()
 
     def _path(self, name: Name) -> str:
         return f"{self._folder}/{name.hex()}"
@@ -168,51 +175,11 @@ class ObjectTier:
         except FileNotFoundError:
             return None
 
-    def _run_of(
-        self,
-        num: int,
-        work: Callable[[int], T],  # in a thread; FileNotFoundError: there is no record
-        is_good: Callable[[int, T], bool],  # here, in order
-        deadline: Deadline,
-    ) -> int:
-        """Do so many pieces of work side by side, and count the good ones from the first one on.
-
-        Raises: TierError if the first fails for another reason than that there is no record.
-        """
-        if self._is_closed:
-            raise TierError(f"{self._label}: closed")
-        num_good = num_begun = 0
-        under_way: deque[Future[T]] = deque()
-        try:
-            while num_good < num:
-                deadline.check(self._label)
-                while num_begun < min(num, num_good + self._num_requests):
-                    under_way.append(self._workers.submit(work, num_begun))
-                    num_begun += 1
-                if not is_good(num_good, under_way.popleft().result(deadline.left_s)):
-                    break
-                num_good += 1
-        except FileNotFoundError:
-            pass
-        except Exception as error:  # obstore's, and Python's own for some of them
-            if not num_good:
-                raise self._failure(error) from None
-        finally:
-            for future in under_way:
-                future.cancel()
-        return num_good
-
-    def _failure(self, error: Exception) -> TierError:
-        if isinstance(error, TierError):
-            return error
-        told = "out of time" if isinstance(error, TimeoutError) else _in_words(error)
-        return TierError(f"{self._label}: {told}")
-
 
 def _in_words(error: Exception) -> str:
     """Return the first line of obstore's text, which has a page of structures behind it."""
     line = str(error).partition("\n")[0]
-    return _QUERY.sub("", line)[:_SHOWN_CHARACTERS] or type(error).__name__
+    return _QUERY.sub("", line) or type(error).__name__
 
 
 def _parse_requests(text: str) -> int:
