@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import itertools
-import json
 import os
 import stat
 import subprocess
@@ -20,8 +19,8 @@ from conformance.tier_cases import buffers, content, loaded, new_names, soon, st
 from quire.errors import ConfigError
 from quire.tiers import TIERS, Deadline, TierAddress, TierError, TierFull
 from quire.tiers.files import FileTier
+from quire.tiers.fingerprint import LARGEST_DESCRIPTION_BYTES, Fingerprint
 from quire.tiers.record_folder import (
-    MOST_DESCRIPTION_BYTES,
     RecordFolder,
     list_records,
     namespaces_of,
@@ -81,7 +80,7 @@ def test_nothing_is_open_to_other_users(path: Path) -> None:
     before = os.umask(0)
     try:
         tier = make(path)
-        tier.describe(b"{}")
+        tier.describe("{}")
         assert store(tier, new_names(4)) == 4
     finally:
         os.umask(before)
@@ -392,7 +391,7 @@ def test_any_call_of_the_system_may_fail(
         lambda: store(tier, names[:2]),
         lambda: store(tier, new_names(6)),
         lambda: tier.drop(names[:1], soon()),
-        lambda: tier.describe(b"{}"),
+        lambda: tier.describe("{}"),
     ]
     for syscall, call in itertools.product(SYSCALLS, calls):
         # The first call of the kind fails, or each.
@@ -477,36 +476,38 @@ def test_a_lock_that_another_process_holds_is_waited_for_until_the_deadline(path
 
 
 def test_a_folder_says_what_it_holds(path: Path) -> None:
-    tier, other = make(path), make(path, OTHER)
-    tier.describe(json.dumps({"model": "tiny", "dtype": "bfloat16"}).encode())
+    fingerprint = Fingerprint.of({"model": "tiny", "dtype": "bfloat16"})
+    tier, other = make(path, fingerprint.namespace), make(path, "f" * 16)
+    tier.describe(fingerprint.description)
     assert store(tier, new_names(3), 1000) == 3
     assert store(other, new_names(1)) == 1
     first, second = namespaces_of(path)
-    assert (first.name, first.num_records, first.num_bytes) == (NAMESPACE, 3, 3000)
-    assert first.description == {"model": "tiny", "dtype": "bfloat16"}
+    assert (first.name, first.num_records, first.num_bytes) == (fingerprint.namespace, 3, 3000)
+    assert first.fingerprint == fingerprint
     assert first.oldest_s is not None
     assert first.newest_s is not None
     assert time.time() - 60 < first.oldest_s <= first.newest_s <= time.time()
-    assert (second.name, second.num_records, second.description) == (OTHER, 1, {})
+    assert (second.name, second.num_records, second.fingerprint) == ("f" * 16, 1, None)
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[1]", b"\xff\xfe", b"[" * 60_000, b'{"a": ' * 9_000, b"{}" + b" " * 70_000]
+    "text",
+    [b"", b"[1]", b"\xff\xfe", b"[" * 60_000, b'{"a": ' * 9_000, b"{}" + b" " * 2**20, b"{}"],
 )
-def test_a_description_that_is_none_is_empty(path: Path, text: bytes) -> None:
-    make(path).describe(b"{}")
+def test_a_description_that_is_none_or_anothers_is_not_told(path: Path, text: bytes) -> None:
+    make(path).describe("{}")
     (path / NAMESPACE / "namespace.json").write_bytes(text)
-    assert namespaces_of(path)[0].description == {}
+    assert namespaces_of(path)[0].fingerprint is None
 
 
 def test_a_description_has_a_limit(path: Path) -> None:
-    with pytest.raises(TierError, match="at most 65,536"):
-        make(path).describe(bytes(MOST_DESCRIPTION_BYTES + 1))
+    with pytest.raises(TierError, match="at most 1,048,576"):
+        make(path).describe(" " * (LARGEST_DESCRIPTION_BYTES + 1))
 
 
 def test_a_namespace_can_be_removed_alone(path: Path) -> None:
     tier, other, names = make(path), make(path, OTHER), new_names(3)
-    tier.describe(b"{}")
+    tier.describe("{}")
     assert store(tier, names) == store(other, names) == 3
     assert RecordFolder(path).remove_namespace(NAMESPACE, soon()) == (3, 3 * LARGEST)
     assert not (path / NAMESPACE).exists()

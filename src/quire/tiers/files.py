@@ -19,8 +19,8 @@ from urllib.parse import unquote
 
 from quire.errors import ConfigError
 from quire.tiers.address import TierAddress, parse_age
+from quire.tiers.fingerprint import LARGEST_DESCRIPTION_BYTES
 from quire.tiers.record_folder import (
-    MOST_DESCRIPTION_BYTES,
     NAMESPACE_FILE,
     RecordFolder,
     is_too_old,
@@ -102,15 +102,16 @@ class FileTier:
         self._lock, self._num_written, self._is_open = threading.Lock(), 0, True
         self._writer = os.urandom(8).hex()  # of temporary files
 
-    def describe(self, text: bytes) -> None:
-        """Keep what the namespace is, as a JSON object of named fields, for ``quire cache ls``.
+    def describe(self, description: str) -> None:
+        """Keep a namespace's description beside its records, for ``quire cache ls`` and ``doctor``.
 
         Raises: TierError.
         """
-        if len(text) > MOST_DESCRIPTION_BYTES:
+        text = description.encode()
+        if len(text) > LARGEST_DESCRIPTION_BYTES:
             raise TierError(
                 f"kv_tier=file: a description has {len(text):,} bytes: at most "
-                f"{MOST_DESCRIPTION_BYTES:,}"
+                f"{LARGEST_DESCRIPTION_BYTES:,}"
             )
         with tier_errors(f"{self._folder}: its description"):
             self._files.make_folders(self._folder)

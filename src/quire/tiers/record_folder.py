@@ -19,7 +19,6 @@ records there are. Whether a record was used since it was written, and when, its
 
 import errno
 import fcntl
-import json
 import os
 import re
 import stat
@@ -31,16 +30,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from quire.errors import ConfigError
+from quire.tiers.fingerprint import LARGEST_DESCRIPTION_BYTES, BadDescription, Fingerprint
 from quire.tiers.tier import Deadline, TierError, TierFull
 from quire.tiers.two_queues import NEW_SHARE, ROUND_S, EvictedNames
 from quire.units import align_up, format_bytes
 
 NUM_SHARDS = 256
 NAMESPACE_FILE = "namespace.json"
-MOST_DESCRIPTION_BYTES = 1 << 16
 
 _USAGE_FILE, _TMP_FOLDER = "usage", "tmp"
 _USAGE = struct.Struct("<8sQ")
@@ -81,7 +80,7 @@ class NamespaceContents:
     """What a folder holds of one namespace."""
 
     name: str  # 16 hex digits
-    description: dict[str, Any]  # as its writer gave it; empty where that cannot be read
+    fingerprint: Fingerprint | None  # None where its description is absent, or another's
     num_records: int
     num_bytes: int
     oldest_s: float | None  # when a record was last used, in seconds since 1970; None: no record
@@ -146,19 +145,19 @@ def _records_in(folder: str) -> Iterator[RecordFile]:
                 )
 
 
-def read_description(path: Path, namespace: str) -> dict[str, Any]:
-    """Return the fields that describe a namespace: none where the file is absent or no JSON."""
+def read_description(path: Path, namespace: str) -> Fingerprint | None:
+    """Return what a namespace is, if the folder says so; None also for another's description."""
     file = path / namespace / NAMESPACE_FILE
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            text = os.read(descriptor, MOST_DESCRIPTION_BYTES)
+            text = os.read(descriptor, LARGEST_DESCRIPTION_BYTES + 1)
         finally:
             os.close(descriptor)
-        fields = json.loads(text)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+        found = Fingerprint.parse(text)
+    except (OSError, BadDescription):
+        return None
+    return found if found.namespace == namespace else None
 
 
 def namespaces_of(path: Path) -> list[NamespaceContents]:
@@ -174,7 +173,7 @@ def namespaces_of(path: Path) -> list[NamespaceContents]:
         several.append(
             NamespaceContents(
                 name=name,
-                description=read_description(path, name),
+                fingerprint=read_description(path, name),
                 num_records=count,
                 num_bytes=num_bytes,
                 oldest_s=oldest_s,
