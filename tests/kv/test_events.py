@@ -83,6 +83,16 @@ def test_chains_are_told_by_their_parents() -> None:
     assert [event.parent_block_hash for event in stored] == [None, *hashes[:2]]
     assert [event.token_ids for event in stored] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
     assert [event.extra_keys for event in stored] == [(("salt", "x"),), (("image", "cat@1"),), ()]
+    assert {event.root_keys for event in stored} == {(("salt", "x"),)}
+    assert cache.blocks.take_events() == stored
+    assert cache.blocks.take_events() == []
+    cache.free(0)
+    cache.blocks.resize(0)
+    removed = cache.blocks.take_events()
+    assert {event.block_hash for event in removed if isinstance(event, BlockRemoved)} == {*hashes}
+    assert {event.root_keys for event in removed if isinstance(event, BlockRemoved)} == {
+        (("salt", "x"),)
+    }
 
 
 def test_what_is_kept_once_is_told_once() -> None:

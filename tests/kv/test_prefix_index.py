@@ -347,6 +347,7 @@ def test_events_say_what_is_found_and_what_no_longer() -> None:
         parent_block_hash=None,
         token_ids=(1, 2, 3, 4),
         extra_keys=(("salt", "x"),),
+        root_keys=(("salt", "x"),),
         group_idx=0,
     )
     two = BlockStored(
@@ -354,6 +355,7 @@ def test_events_say_what_is_found_and_what_no_longer() -> None:
         parent_block_hash=first,
         token_ids=(5, 6, 7, 8),
         extra_keys=(("image", "cat@1"),),
+        root_keys=(("salt", "x"),),
         group_idx=0,
     )
     again = BlockStored(
@@ -361,13 +363,17 @@ def test_events_say_what_is_found_and_what_no_longer() -> None:
         parent_block_hash=first,
         token_ids=(5, 6, 7, 8),
         extra_keys=(("image", "cat@1"),),
+        root_keys=(("salt", "x"),),
         group_idx=1,
     )
     assert index.events == [one, two, again]
     index.events.clear()
     index.decref(tip)
     index.detach(0, index.rows(path[::-1]))
-    removed = [BlockRemoved(block_hash=each, group_idx=0) for each in (second, first)]
+    salt = (("salt", "x"),)
+    removed = [
+        BlockRemoved(block_hash=each, root_keys=salt, group_idx=0) for each in (second, first)
+    ]
     assert index.events == removed
 
 

@@ -120,7 +120,6 @@ FOREIGN: tuple[Foreign, ...] = (
         harmless=("native",),
     ),
     *_flags("the cache belongs to this process alone", "--kv-transfer-config"),
-    *_flags("blocks are announced to no other process", "--kv-events-config"),
     *_switches(
         "POST /sleep always works with an admin key, and an idle cache returns its memory by "
         "itself",

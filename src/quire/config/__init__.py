@@ -12,6 +12,7 @@ from quire.config.environment import (
     names_threads,
     wait_patiently,
 )
+from quire.config.kv_events import KVEventsConfig
 from quire.config.option import ADVANCED
 from quire.config.server_config import LOOPBACK, ServerConfig
 
@@ -20,6 +21,7 @@ __all__ = [
     "KV_CACHE_DTYPES",
     "LOOPBACK",
     "EngineConfig",
+    "KVEventsConfig",
     "ServerConfig",
     "SpeculativeConfig",
     "as_rank",

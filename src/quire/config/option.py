@@ -4,14 +4,17 @@ Every message begins with the option's name, so that the user and ``environment`
 is wrong.
 """
 
-from collections.abc import Iterable
-from dataclasses import field
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import field, fields
 from difflib import get_close_matches
 from math import isfinite
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.errors import ConfigError
+
+T = TypeVar("T")
 
 ADVANCED = "Advanced"  # the help panel of options that few users change
 
@@ -54,3 +57,30 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     """Check that a value is one of ``known``. Raises: ConfigError."""
     if value not in known:
         raise ConfigError(f"{name} {value!r} is unknown; known: {', '.join(known)}")
+
+
+def switch(name: str, value: Any) -> None:
+    """Check that a value is true or false. Raises: ConfigError."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} must be true or false")
+
+
+def object_of(name: str, kind: type[T], given: Any) -> T | None:
+    """Make a dataclass of a JSON object, given as text or as a mapping. None stays None.
+
+    Raises: ConfigError, for an unknown field with the known ones; what ``kind`` raises.
+    """
+    if given is None or isinstance(given, kind):
+        return given
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ConfigError(f"{name} {given!r} is not JSON: {error}") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name}={given!r} must be a JSON object")
+    known = {option.name for option in fields(kind)}  # type: ignore[arg-type]
+    for own in given:
+        if own not in known:
+            raise ConfigError(f"{name}: unknown {own!r}{nearest(own, known)}")
+    return kind(**given)

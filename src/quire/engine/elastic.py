@@ -16,6 +16,7 @@ import logging
 import math
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from quire.engine.cache_lock import CacheLock
@@ -87,6 +88,8 @@ class Elastic:
         self._is_asleep = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        # Called with the lock held when the memory was read while no thread steps.
+        self.after_idle: Callable[[], None] | None = None
         self._num_shrinks = self._returned_bytes = self._num_preemptions = 0
         self._reason = ""
         self._memory: MemoryReading | None = None
@@ -332,6 +335,8 @@ def _watch(elastic_ref: "weakref.ref[Elastic]", stop: threading.Event) -> None:
             if elastic.lock.acquire(blocking=False):
                 try:
                     elastic.settle()
+                    if elastic.after_idle is not None:
+                        elastic.after_idle()
                 finally:
                     elastic.lock.release()
         except Exception:  # a lost device, for which the next step raises an error

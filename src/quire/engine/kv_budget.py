@@ -1,6 +1,7 @@
 """The budget's ledger for a loaded model, and the numbers of its cache. See ``kv_sizing``."""
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
@@ -76,7 +77,7 @@ def cache_config(
     if config.enable_prefix_caching and loaded.spec.source_tokens:
         log.info("no prefix caching: what %s writes depends on its source too", loaded.name)
     limited = would_share and loaded.device.type == "cpu"  # a GPU's driver has no such limit
-    return cache_sizes(
+    sizes = cache_sizes(
         config,
         loaded.spec,
         page_bytes=provider.page_bytes,
@@ -84,3 +85,5 @@ def cache_config(
         can_share=provider.cannot_share is None,
         max_mappings=spare_mappings() if limited else None,
     )
+    events = config.kv_events_config
+    return replace(sizes, keep_events=events is not None and events.publishes)

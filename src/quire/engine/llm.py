@@ -1,9 +1,11 @@
 """``LLM``: an engine with a model, a cache and a tokenizer. It takes text and returns text."""
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock
@@ -14,6 +16,7 @@ from quire.engine.beam_search import BeamSearch
 from quire.engine.build import build, loaded_model
 from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elasticity
+from quire.engine.event_publisher import EventPublisher
 from quire.engine.outputs import (
     CompletionOutput,
     Deliver,
@@ -74,7 +77,8 @@ class LLM:
 
     ``statistics`` counts tokens, hits and misses of the prefix cache, preemptions, why requests
     end, and the seconds of their parts. Any thread may read them, during a step and after
-    ``close`` too.
+    ``close`` too. ``kv_events`` publishes what comes into the prefix cache and what goes, if
+    ``kv_events_config`` asks for it; else it is None.
 
     Raises: ConfigError, ModelNotLoadable, UnsupportedModel, MemoryUnavailable.
     """
@@ -93,7 +97,12 @@ class LLM:
         refuse_options(self.config, model, provider)
         self._has_own_model = model is None or isinstance(model, (str, Path))
         self._provider, self._gauge = provider, gauge
-        loaded = self._build(self.config, model, tokenizer, show_progress=show_progress)
+        self.kv_events = events = EventPublisher.of(self.config.kv_events_config)
+        with ExitStack() as undo:
+            if events is not None:
+                undo.callback(events.close)
+            loaded = self._build(self.config, model, tokenizer, show_progress=show_progress)
+            undo.pop_all()
         self._model_name = model if self._has_own_model else None
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         said = {
@@ -112,6 +121,13 @@ class LLM:
         self._closed, self._close_is_over = False, Event()
         self._closing = Lock()  # lets one of two threads close
         self.has_failed = False  # closed after an error
+        if events is not None:
+            weakref.finalize(self, events.close)
+            try:
+                events.start(self._kv.accounting, self.config.block_size)
+            except BaseException:
+                self.close()
+                raise
 
     def _build(
         self,
@@ -146,7 +162,12 @@ class LLM:
         self.attention_backend, self.attention_way = parts.attention_backend, parts.attention_way
         self.engine, self._kv, self._team = parts.engine, parts.kv, parts.team
         self._resident, self._elastic = parts.resident, parts.elastic
+        if self.kv_events is not None:
+            self._elastic.after_idle = partial(self.kv_events.take_from, parts.kv)
         self._most_bytes = parts.most_bytes
+        if (offload := parts.engine.scheduler.offload) is not None:
+            offload.store_when_idle(partial(_store_when_idle, weakref.ref(self)))
+            weakref.finalize(self, offload.close)
         self._source_prompts = parts.source_prompts
         self.embeddings = Poolable.of(loaded)
         begins = () if parts.source_prompts is None else parts.source_prompts.text_begins
@@ -295,18 +316,25 @@ class LLM:
                 f"with: for more, make a new one"
             )
         self._elastic.resize(wanted)
+        with self._elastic.lock:
+            self._publish_events()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Drop the blocks that are kept for later prompts. Return False while a request runs.
 
-        With ``reset_running_requests`` running requests compute their tokens again.
+        With ``reset_running_requests`` running requests compute their tokens again. Records in
+        tiers stay, but for a model in memory whose weights are not what they were: tiers are not
+        used any more then, since its records would be another model's.
         """
         with self._elastic.lock:
+            if self.engine.scheduler.offload is not None:
+                self.engine.scheduler.offload.check_model()
             if reset_running_requests:
                 while self.engine.scheduler.preempt_youngest(spare_oldest=False):
                     pass
             done = self._kv.accounting.reset_prefix_cache()
             self._kv.carry_out()
+            self._publish_events()
         return done
 
     def sleep(self, level: int = 1) -> bool:
@@ -326,6 +354,7 @@ class LLM:
             if not self.sleep_level:
                 self._kv.accounting.reset_prefix_cache()
                 self._elastic.sleep()
+                self._publish_events()
                 self._note_usage()
                 self.sleep_level = 1
             if level > self.sleep_level:
@@ -510,6 +539,7 @@ class LLM:
                 if not is_closed:
                     self._elastic.settle()
                     outputs = self.engine.step() if self._elastic.may_step() else None
+                    self._publish_events()
                     for output in outputs or ():
                         self._tell(output)
                     if self.statistics.now_s - self._noted_s > _USAGE_AGE_S:
@@ -550,6 +580,11 @@ class LLM:
         elif end is not None or output.finish_reason is not None:
             self._listeners.pop(sequence.seq_id, None)
 
+    def _publish_events(self) -> None:
+        """Hand what the cache has noted to the publisher, between two steps."""
+        if self.kv_events is not None and self.sleep_level < 2 and not self._closed:
+            self.kv_events.take_from(self._kv)
+
     def _note_usage(self) -> None:
         """Note the usage for callers that do not wait."""
         if not self._closed and self.sleep_level < 2:
@@ -565,6 +600,8 @@ class LLM:
             self._closed = True
         with ExitStack() as parts:  # all callbacks run, even if one raises
             parts.callback(self._close_is_over.set)
+            if self.kv_events is not None:
+                parts.callback(self.kv_events.close)
             self._elastic.close()
             parts.enter_context(self._elastic.lock)
             if self.sleep_level < 2:
@@ -642,3 +679,17 @@ class LLM:
                     yield deltas.popleft()
         finally:
             self.abandon(sequences)
+
+
+def _store_when_idle(llm_ref: "weakref.ref[LLM]") -> bool:
+    """Store blocks for tiers, unless a thread uses the cache. Return False if some are left."""
+    llm = llm_ref()
+    if llm is None or llm.is_closed:
+        return True
+    lock = llm._elastic.lock
+    if not lock.acquire(blocking=False):
+        return False
+    try:
+        return llm.is_closed or llm.is_sleeping or llm.engine.store_blocks()
+    finally:
+        lock.release()

@@ -21,7 +21,14 @@ from quire.kv.eviction_queue import Ids
 from quire.kv.layout import LayersPerPage
 from quire.kv.occupancy import Occupancy
 from quire.kv.prefix_cache import PrefixHit, TokenIds
-from quire.kv.prefix_index import NO_KEYS, BlockIdentity, BlockKey, PrefixIndex, PrefixKeys
+from quire.kv.prefix_index import (
+    NO_KEYS,
+    BlockEvent,
+    BlockIdentity,
+    BlockKey,
+    PrefixIndex,
+    PrefixKeys,
+)
 from quire.kv.storage_ops import StorageOp
 from quire.memory import CountedMemory
 from quire.spec import Group
@@ -480,7 +487,16 @@ class Storage(Protocol):
 
 
 @runtime_checkable
-class BlockAccounting(Protocol):
+class BlockEventSource(Protocol):
+    """What accounting does besides where ``CacheConfig.keep_events`` has it note its blocks."""
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return what was noted since the last call, in order; it is noted no longer."""
+        ...
+
+
+@runtime_checkable
+class ExternalBlocks(Accounting, Protocol):
     """What accounting does besides where its blocks may come from outside, and go there."""
 
     index: PrefixIndex
@@ -491,6 +507,10 @@ class BlockAccounting(Protocol):
         """Name the full blocks of a prompt (i32[n]) behind the hit of an empty sequence."""
         ...
 
+    def computed_blocks(self, seq_id: int) -> list[BlockIdentity]:
+        """Name a sequence's full blocks, from its first one on."""
+        ...
+
     def reserve_blocks(
         self, pin_id: int, token_ids: TokenIds, keys: PrefixKeys = NO_KEYS
     ) -> list[tuple[int, Ids]] | None:
@@ -498,8 +518,8 @@ class BlockAccounting(Protocol):
 
         Returns: for each group the first column that is to be filled, and the blocks from there
         on: those that a sequence which begins behind the prefix reads. The caller writes whole
-        blocks, and calls ``insert_blocks`` or ``free``. None: all of it is cached, or there is no
-        room, and nothing has changed.
+        blocks, and calls ``insert_blocks`` or ``free``. Empty if all of it is cached; None if there
+        is no room. Nothing has changed then.
         """
         ...
 

@@ -11,6 +11,7 @@ early blocks first, and the index still finds what follows them.
 Source: SGLang's radix cache compares token ids too; the chained SHA-256 is as vLLM's block hash.
 """
 
+import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from quire.errors import RequestError
 from quire.kv.eviction import Prints
 from quire.kv.eviction_queue import Ids
 
@@ -38,6 +40,7 @@ class BlockStored:
     parent_block_hash: bytes | None  # None for a sequence's first block
     token_ids: tuple[int, ...]
     extra_keys: tuple[tuple[str, str], ...]  # tagged: salt and adapter of the root, images
+    root_keys: tuple[tuple[str, str], ...]  # … salt and adapter, in each block's event
     group_idx: int
 
 
@@ -46,6 +49,7 @@ class BlockRemoved:
     """The index no longer finds this block."""
 
     block_hash: bytes
+    root_keys: tuple[tuple[str, str], ...]
     group_idx: int
 
 
@@ -92,6 +96,7 @@ class PrefixIndex:
         # Nodes (i64[n]) that got a block, in order, since a reader last took the list; None: no
         # reader has asked for them.
         self.filled: list[Ids] | None = None
+        self.block_size = block_size  # tokens
         self.block_bytes = TOKEN_BYTES * block_size  # of a full block's token ids
         self._ids: dict[BlockKey, int] = {}
         self._num_created = 0
@@ -163,6 +168,10 @@ class PrefixIndex:
     def row(self, node: int) -> int:
         """Return a node's row."""
         return node & _ROW
+
+    def node(self, row: int) -> int:
+        """Return the node in a row."""
+        return self._ids[self._key(row)]
 
     def tokens(self, row: int) -> bytes:
         """Return a node's token ids, as int32 bytes."""
@@ -324,8 +333,7 @@ class PrefixIndex:
         """Take their block in the group from these nodes: rows i64[n]."""
         self.blocks[group][rows] = NO_BLOCK
         if self._keep_events:
-            hashes = [self.block_hash(row) for row in rows.tolist()]
-            self.events += [BlockRemoved(block_hash=each, group_idx=group) for each in hashes]
+            self.events += [self._removed(group, row) for row in rows.tolist()]
         left = self._ref_counts[rows] - 1
         self._ref_counts[rows] = left
         for row in rows[left == 0].tolist():
@@ -434,19 +442,25 @@ class PrefixIndex:
 
     def _nodes_of(self, rows: Ids) -> Ids:
         """Return the nodes i64[n] in these rows i64[n]."""
-        ids, keys = self._ids, self._keys
-        return np.array([ids[keys[row]] for row in rows.tolist()], np.int64)
+        return np.array([self.node(row) for row in rows.tolist()], np.int64)
 
     def _stored(self, group: int, row: int) -> BlockStored:
         parent = self.row(self._key(row)[0])
-        first = self._key(parent)[0] == _NO_PARENT
+        digest, root = self._hashed(row)
+        of_root = self.extra(root)
+        first = parent == root
         return BlockStored(
-            block_hash=self.block_hash(row),
+            block_hash=digest,
             parent_block_hash=None if first else self.block_hash(parent),
             token_ids=tuple(np.frombuffer(self.tokens(row), np.int32).tolist()),
-            extra_keys=(*(self.extra(parent) if first else ()), *self.extra(row)),
+            extra_keys=(*(of_root if first else ()), *self.extra(row)),
+            root_keys=of_root,
             group_idx=group,
         )
+
+    def _removed(self, group: int, row: int) -> BlockRemoved:
+        digest, root = self._hashed(row)
+        return BlockRemoved(block_hash=digest, root_keys=self.extra(root), group_idx=group)
 
     def check(self) -> None:
         """Raise AssertionError if keys, rows or reference counts contradict each other."""
@@ -520,7 +534,9 @@ def _doubled(array: npt.NDArray[_Number], fill: int) -> npt.NDArray[_Number]:
 # -- prefix keys -----------------------------------------------------------------------------------
 
 # Besides token ids, a tenant's salt, an adapter and images tell prefixes apart. Each key is tagged,
-# so that an adapter's name never equals a salt.
+# so that an adapter never equals a salt.
+
+_IS_CONTENT = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -537,8 +553,19 @@ class PrefixKeys:
     """Sequences share a prefix only if these are equal for it."""
 
     salt: str = ""  # a tenant's secret: sequences of different salts never see each other's blocks
-    lora: str = ""  # the adapter that computes keys and values: name and version
+    lora: str = ""  # what the adapter that computes keys and values has in it: 64 hex digits
     images: tuple[Image, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse an adapter's name, which another adapter may bear tomorrow. Raises: RequestError.
+
+        Blocks outlive the process in which a name had its meaning.
+        """
+        if self.lora and not _IS_CONTENT.fullmatch(self.lora):
+            raise RequestError(
+                f"lora={self.lora[:80]!r} must be 64 hex digits, a hash of the adapter's weights "
+                f"and options (quire.models.model_content.adapter_content), and not its name"
+            )
 
     def of_root(self) -> Extra:
         """Return the keys that hold for every block."""

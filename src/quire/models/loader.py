@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -28,9 +29,17 @@ from quire.devices import choose_device
 from quire.errors import ConfigError, MemoryUnavailable, ModelNotLoadable, QuireError
 from quire.memory.host.huge_pages import drop_file_pages, huge_pieces
 from quire.memory.machine.probe import available_bytes, mapped_from_files
+from quire.models.file_hashes import WeightFile
 from quire.models.weight_placement import device_map, device_of, move_to, weights_bytes
 from quire.spec import ModelSpec
-from quire.spec.model_files import called, check_weights, find_folder, first_line, hub_spec
+from quire.spec.model_files import (
+    called,
+    check_weights,
+    find_folder,
+    first_line,
+    hub_spec,
+    weight_files,
+)
 from quire.units import format_bytes
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -110,6 +119,7 @@ class LoadedModel:
     spec: ModelSpec
     ranks: Any = None  # what speaks with the processes that have the other parts of it, if any
     is_private: bool = False  # nothing but the engine has it, so that it stays what it is
+    files: tuple[WeightFile, ...] = ()  # that all its weights were read from; () where unknown
 
     @property
     def vocab_size(self) -> int:
@@ -155,8 +165,10 @@ def load(
         raise ConfigError(f"dtype {dtype!r} is unknown; known: auto, float32, bfloat16, float16")
     folder = find_folder(name)
     source = str(folder or name)
+    files: tuple[WeightFile, ...] = ()
     if folder is not None:
         check_weights(folder)
+        files = tuple(map(WeightFile.at, weight_files(folder)))  # before they are read
     place = choose_device(device) if num_ranks == 1 else None  # ranks have one each
     set_bars = hf_logging.enable_progress_bar if show_progress else hf_logging.disable_progress_bar
     set_bars()
@@ -186,13 +198,29 @@ def load(
         model = move_to(model, place)
     elif place is not None and copy_weights:
         hold_in_memory(model)
+    if folder is None:
+        files = _downloaded(source, model)
     return LoadedModel(
         name=called(name),
         model=model.eval(),
         tokenizer=_tokenizer(source),
         feature_extractor=_feature_extractor(source, model),
         spec=spec.computed_in(_dtype_name(model)),
+        files=() if getattr(model, "_hf_peft_config_loaded", False) else files,
     )
+
+
+def _downloaded(name: str, model: PreTrainedModel) -> tuple[WeightFile, ...]:
+    """Look at the files that a repository of the hub has in its cache; () if they are not there."""
+    revision = getattr(model.config, "_commit_hash", None)
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(found, str):
+        return ()
+    try:
+        return tuple(map(WeightFile.at, weight_files(Path(found).parent)))
+    except (OSError, ModelNotLoadable) as error:
+        log.info("the weight files of %s are not found: %s", name, first_line(error))
+        return ()
 
 
 def _placed(

@@ -5,6 +5,8 @@ from typing import TypeAlias
 
 from quire.plugins import Registry
 from quire.tiers.address import TierAddress
+from quire.tiers.files import make_file_tier
+from quire.tiers.host_memory import make_memory_tier
 from quire.tiers.tier import Deadline, Name, Tier, TierError, TierFull, TierTraits, TierUsage
 
 # (where, the bytes of the largest record, an engine's namespace: 16 hex digits) → a tier
@@ -33,6 +35,8 @@ TIERS: Registry[MakeTier] = Registry(
     "tier",
     "quire.tiers",
     {
+        "memory": make_memory_tier,
+        "file": make_file_tier,
         "redis": _redis,
         "rediss": _redis,
         "s3": _objects,

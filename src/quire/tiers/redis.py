@@ -128,6 +128,7 @@ class RedisTier:
         self._with_connection(unlink, deadline)
 
     def usage(self) -> TierUsage:
+        self._pool.require_open()
         return TierUsage()
 
     def close(self) -> None:
