@@ -85,7 +85,7 @@ class TestS3:
         assert time.monotonic() - began < 1.5
 
     def test_a_late_store_reads_no_buffer_of_the_caller(self, s3: PlayedS3) -> None:
-        tier, names = open_tier(s3.address), names_of(1)
+        tier, names = open_tier(s3.address), names_of(1, 7)
         record = bytearray(records_of(names)[0])
         expected = bytes(record)
         s3.play = "hang"
