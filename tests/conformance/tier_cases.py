@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import pytest
+
 from quire.tiers import TIERS, Deadline, Name, Tier, TierAddress
+from tiers.played_s3 import played_s3
+from tiers.redis_process import NO_PROGRAM, PROGRAM, RedisProcess
 
 LARGEST_BYTES = 4096  # of a record of the suite
 NUM_FIT = 32  # records of that length that Quire's own tiers here have room for
@@ -26,8 +30,26 @@ OWN: Mapping[str, Callable[[Path], str]] = MappingProxyType(
     }
 )
 
+
+def _redis(folder: Path) -> Iterator[str]:
+    if PROGRAM is None:
+        pytest.skip(NO_PROGRAM)
+    server = RedisProcess(folder)
+    try:
+        yield server.address
+    finally:
+        server.kill()
+
+
+def _s3(folder: Path) -> Iterator[str]:
+    with played_s3() as server:
+        yield server.address
+
+
 # Kinds that need a server: a context manager gives the address while the server runs, or skips.
-SERVERS: Mapping[str, Callable[[Path], Iterator[str]]] = MappingProxyType({})
+SERVERS: Mapping[str, Callable[[Path], Iterator[str]]] = MappingProxyType(
+    {"redis": _redis, "s3": _s3}
+)
 
 EXAMPLE = "sqlite"  # of another package: examples/tier.py
 CASES = (*OWN, *SERVERS, EXAMPLE)

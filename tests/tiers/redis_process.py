@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
-needs_redis = pytest.mark.skipif(
-    PROGRAM is None, reason="neither redis-server nor valkey-server is on PATH"
-)
+NO_PROGRAM = "neither redis-server nor valkey-server is on PATH"
+needs_redis = pytest.mark.skipif(PROGRAM is None, reason=NO_PROGRAM)
 STARTED_WITHIN_S = 20
 
 

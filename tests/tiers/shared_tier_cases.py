@@ -14,7 +14,8 @@ MakeNamespace = Callable[[str], Tier]  # of one store
 
 
 def names_of(count: int, first: int = 0) -> list[Name]:
-    return [bytes([i]) * 32 for i in range(first, first + count)]
+    """Make names whose records are no zeros, as new buffers are."""
+    return [bytes([1 + i]) * 32 for i in range(first, first + count)]
 
 
 def record_of(name: Name, num_bytes: int = RECORD_BYTES) -> memoryview:

@@ -74,7 +74,7 @@ class TestServer:
         other = open_tier(f"{server.address}", "0123456789abcdef")
         assert other.find(names_of(1), soon()) == 0
         other.store(names_of(1), records_of(names_of(1)), soon())
-        assert b"quire:0123456789abcdef:" + b"00" * 32 in server.tell("KEYS", "*")
+        assert b"quire:0123456789abcdef:" + b"01" * 32 in server.tell("KEYS", "*")
         tier.close()
         other.close()
 

@@ -90,7 +90,7 @@ class Staging:
             self._has_room.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Wait until a buffer is given back, or for so long."""
+        """Wait until a buffer is given back, or for so many seconds."""
         with self._lock:
             self._has_room.wait(seconds)
 

@@ -43,8 +43,7 @@ class BlockingCalls:
         FileNotFoundError of a call says that there is no record. ``begin`` and ``is_good`` run in
         the caller's own thread. Raises: TierError if the first fails for another reason.
         """
-        if self._is_closed:
-            raise TierError(f"{self._label}: closed")
+        self.require_open()
         num_good = num_begun = 0
         under_way: deque[Future[T]] = deque()
         try:
@@ -65,6 +64,11 @@ class BlockingCalls:
             for future in under_way:
                 future.cancel()
         return num_good
+
+    def require_open(self) -> None:
+        """Raise TierError after ``close``."""
+        if self._is_closed:
+            raise TierError(f"{self._label}: closed")
 
     def close(self, *, wait: bool = False) -> None:
         """Begin no more calls, and wait, if asked to, until those under way have ended."""

@@ -119,11 +119,14 @@ class MooncakeTier:
         )
 
     def usage(self) -> TierUsage:
+        self._calls.require_open()
         return TierUsage()
 
     def close(self) -> None:
         self._calls.close(wait=True)  # Mooncake's client must not be closed under a call
-        self._client.close()
+        if self._client is not None:
+            self._client.close()
+        self._client = None
 
     # -- calls, in threads -------------------------------------------------------------------------
 

@@ -158,6 +158,7 @@ class ObjectTier:
         )
 
     def usage(self) -> TierUsage:
+        self._calls.require_open()
         return TierUsage()
 
     def close(self) -> None:

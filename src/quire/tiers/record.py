@@ -18,6 +18,7 @@ tier then learns no token and cannot plant a record.
 import hashlib
 import hmac
 import os
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ _ALIGNMENT = 64
 _CHECK_BYTES = 16  # of a part
 _NONCE_BYTES, _TAG_BYTES = 12, 16
 _KEY_BYTES = 32
+_IS_NAME = re.compile(rb"[A-Za-z0-9_ ]+")  # of a dtype or an order
 
 # Why a record is no use. The words are labels of a metric.
 BadReason: TypeAlias = Literal["size", "magic", "version", "fingerprint", "header", "checksum"]
@@ -238,14 +240,21 @@ def read_header(data: bytes, num_bytes: int) -> RecordHeader | BadReason:
 
 def _read_parts(data: bytes) -> tuple[Part, ...] | None:
     parts = []
-    for layer, dtype, *shape, num_bytes in _PART.iter_unpack(data):
+    for layer, dtype, order, *shape, num_bytes in _PART.iter_unpack(data):
         while shape and not shape[-1]:
             shape.pop()
-        name = dtype.rstrip(b"\0")
-        if not name.replace(b"_", b"").isalnum():
+        names = [each.rstrip(b"\0") for each in (dtype, order)]
+        if not all(_IS_NAME.fullmatch(name) for name in names):
             return None
+        dtype_name, order_name = (name.decode("ascii") for name in names)
         parts.append(
-            Part(layer=layer, dtype=name.decode("ascii"), shape=tuple(shape), num_bytes=num_bytes)
+            Part(
+                layer=layer,
+                dtype=dtype_name,
+                order=order_name,
+                shape=tuple(shape),
+                num_bytes=num_bytes,
+            )
         )
     return tuple(parts)
 

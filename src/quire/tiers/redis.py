@@ -128,6 +128,7 @@ class RedisTier:
         self._with_connection(unlink, deadline)
 
     def usage(self) -> TierUsage:
+        self._pool.require_open()
         return TierUsage()
 
     def close(self) -> None:
@@ -185,9 +186,10 @@ def _pipelined(
     refusal: ServerRefused | None = None
     try:
         while connection.is_open:
-            while num_good == num_read and num_asked < min(num, num_read + window):
-                ask(num_asked)
-                num_asked += 1
+            if num_asked - num_read <= window // 2:  # short requests leave together
+                while num_good == num_read and num_asked < min(num, num_read + window):
+                    ask(num_asked)
+                    num_asked += 1
             if num_read == num_asked:
                 break
             is_good = False

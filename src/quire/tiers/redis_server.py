@@ -189,9 +189,8 @@ class ConnectionPool:
         if not self._vacant.acquire(timeout=deadline.left_s):
             raise TierError(f"{self._server.label}: out of time, all connections are in use")
         try:
+            self.require_open()
             with self._lock:
-                if self._is_closed:
-                    raise TierError(f"{self._server.label}: closed")
                 found = self._idle.pop() if self._idle else None
             connection = found or self._server.connect(deadline)
             try:
@@ -200,6 +199,11 @@ class ConnectionPool:
                 self._take_back(connection)
         finally:
             self._vacant.release()
+
+    def require_open(self) -> None:
+        """Raise TierError after ``close``."""
+        if self._is_closed:
+            raise TierError(f"{self._server.label}: closed")
 
     def close(self) -> None:
         """Close all that is idle now, and the others when they come back."""

@@ -100,7 +100,7 @@ class BlockCarrier(Protocol):
         ...
 
     def wait_for_room(self, seconds: float) -> None:
-        """Wait until something that was copied out is stored, or for so long."""
+        """Wait until something that was copied out is stored, or for so many seconds."""
         ...
 
     def drop(self, blocks: Iterable[BlockIdentity]) -> None:
@@ -108,7 +108,7 @@ class BlockCarrier(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Wait until a job is done, or for so long."""
+        """Wait until a job is done, or for so many seconds."""
         ...
 
     def restart(self) -> None:
@@ -406,7 +406,7 @@ class OffloadPolicy:
             self.stop("the weights are not what they were")
 
     def stop(self, reason: str) -> None:
-        """Neither load nor store any more: what steps compute is no longer what records say."""
+        """End all loading and storing: what steps compute is no longer what records say."""
         if self._is_off:
             return
         log.warning("no block is stored in tiers or loaded from them any more: %s", reason)
