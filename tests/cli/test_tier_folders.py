@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def written(folder: Path, own: Fingerprint, *, name: str | None = None) -> None:
     """Keep a record as an engine of this fingerprint does."""
     tier = FileTier(folder, name or own.namespace, size_bytes=2**24)
-    tier.describe(own.description.encode())
+    tier.describe(own.description)
     tier.store([bytes(32)], [memoryview(bytes(5000))], Deadline.after(5))
     tier.close()
 

@@ -181,7 +181,11 @@ def test_an_adapters_name_is_refused(lora: str) -> None:
 def test_an_adapter_that_was_replaced_leaves_no_record_behind_that_is_read() -> None:
     """Its blocks have other names in a tier, and other headers; going back, the old ones."""
     form = RecordFormat(
-        bytes(32), 0, SIZE, [Part(layer=0, dtype="int8", shape=(8,), num_bytes=8)], Checksums()
+        bytes(32),
+        0,
+        SIZE,
+        [Part(layer=0, dtype="int8", order="heads first", shape=(8,), num_bytes=8)],
+        Checksums(),
     )
     found = []
     for keys in (NO_KEYS, PrefixKeys(lora=A), PrefixKeys(lora=B), PrefixKeys(lora=A)):

@@ -501,7 +501,7 @@ def test_a_description_that_is_none_or_anothers_is_not_told(path: Path, text: by
 
 
 def test_a_description_has_a_limit(path: Path) -> None:
-    with pytest.raises(TierError, match="at most 1,048,576"):
+    with pytest.raises(TierError, match="at most 65,536"):
         make(path).describe(" " * (LARGEST_DESCRIPTION_BYTES + 1))
 
 
