@@ -38,7 +38,7 @@ def make(path: Path) -> FileTier:
 def fill(path: Path, seal: Seal | None = None, *, groups: tuple[int, ...] = (0, 1)) -> list[str]:
     """Store the records of ``BLOCKS``; returns their names as hex digits."""
     tier, names = make(path), list[str]()
-    tier.describe(FINGERPRINT.description)
+    tier.describe(FINGERPRINT.description.encode())
     for group in groups:
         of = small_format(seal, fingerprint=FINGERPRINT.digest, group=group)
         for block in BLOCKS:
@@ -88,6 +88,9 @@ def test_a_folder_is_listed(cache: Cache, path: Path) -> None:
     assert code == 0
     assert FINGERPRINT.namespace in out
     assert "dtype bfloat16, model tiny [red]" in out
+    (path / FINGERPRINT.namespace / "namespace.json").write_bytes(b'{"model":"another"}')
+    assert "its description was changed" in cache("ls", path)[1]
+    fill(path)
     code, out, _ = cache("ls", path, "--json")
     (found,) = json.loads(out)["namespaces"]
     assert found["description"] == {"model": "tiny [red]", "dtype": "bfloat16", "layers": [1, 2]}

@@ -675,7 +675,7 @@ def make_offloading(
             undo.callback(tier.close)
             if isinstance(tier, DescribedTier):
                 try:
-                    tier.describe(fingerprint.description)
+                    tier.describe(fingerprint.description.encode())
                 except TierError as error:
                     log.warning("tier %s: %s", address, error)
             is_shared = tier.traits.is_shared

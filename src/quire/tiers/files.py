@@ -11,7 +11,8 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import final
@@ -23,6 +24,7 @@ from quire.tiers.fingerprint import LARGEST_DESCRIPTION_BYTES
 from quire.tiers.record_folder import (
     NAMESPACE_FILE,
     RecordFolder,
+    as_tier_error,
     is_too_old,
     tier_errors,
 )
@@ -41,6 +43,7 @@ _SIZE_BYTES = 10 * 2**30  # without an option
 _MOST_RESERVE_BYTES = 10 * 2**30  # … of the disk, kept free …
 _RESERVE_SHARE = 0.05  # … but no more than this
 _STEP_NS = 1000  # a difference that every file system keeps
+_USED_STEP_S = 10.0  # a file that was used again so soon keeps its time of use
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -87,6 +90,7 @@ class FileTier:
         age_s: float | None = None,  # what was used longer ago is not found; None: no limit
         reserve_bytes: int | None = None,  # of the disk, which stay free; None: by the disk's size
         expected_records: int = 1024,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Make the folder if it is not there. Raises: ConfigError."""
         if not _NAMESPACE.fullmatch(namespace):
@@ -94,7 +98,7 @@ class FileTier:
         if reserve_bytes is None:
             reserve_bytes = _reserve_bytes(path)
         self._files = RecordFolder(
-            path, size_bytes=size_bytes, age_s=age_s, reserve_bytes=reserve_bytes
+            path, size_bytes=size_bytes, age_s=age_s, reserve_bytes=reserve_bytes, clock=clock
         )
         self._folder, self._path = path / namespace, path
         self._evicted = EvictedNames(expected_records)
@@ -102,12 +106,11 @@ class FileTier:
         self._lock, self._num_written, self._is_open = threading.Lock(), 0, True
         self._writer = os.urandom(8).hex()  # of temporary files
 
-    def describe(self, description: str) -> None:
+    def describe(self, text: bytes) -> None:
         """Keep a namespace's description beside its records, for ``quire cache ls`` and ``doctor``.
 
         Raises: TierError.
         """
-        text = description.encode()
         if len(text) > LARGEST_DESCRIPTION_BYTES:
             raise TierError(
                 f"kv_tier=file: a description has {len(text):,} bytes: at most "
@@ -210,33 +213,40 @@ class FileTier:
     def _read(self, name: Name, buffer: memoryview) -> bool:
         """Fill a buffer with a record. Returns: whether there is one of its length."""
         file = self._file(name)
-        with tier_errors(f"{file} cannot be read"):
-            try:
-                descriptor = os.open(file, _READ)
-            except OSError as error:
-                if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
-                    return False  # ELOOP: a link; ENXIO: a socket
-                raise
-            try:
-                found = os.fstat(descriptor)
-                if (
-                    not stat.S_ISREG(found.st_mode)
-                    or found.st_size != buffer.nbytes
-                    or is_too_old(found, self._files.age_s, self._files.now_s())
-                ):
-                    return False
-                at = 0
-                while at < buffer.nbytes:
-                    got = os.preadv(descriptor, [buffer[at:]], at)
-                    if not got:
-                        return False  # cut short by another hand
-                    at += got
-                with suppress(OSError):  # a folder that may only be read has no times of use
-                    used_ns = max(self._files.stamp_ns(), found.st_mtime_ns + _STEP_NS)
-                    os.utime(descriptor, ns=(used_ns, found.st_mtime_ns))
-            finally:
+        try:
+            descriptor = os.open(file, _READ)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+                return False  # ELOOP: a link; ENXIO: a socket
+            raise as_tier_error(f"{file} cannot be read", error) from error
+        try:
+            found, now_s = os.fstat(descriptor), self._files.now_s()
+            if (
+                not stat.S_ISREG(found.st_mode)
+                or found.st_size != buffer.nbytes
+                or is_too_old(found, self._files.age_s, now_s)
+            ):
+                return False
+            at = 0
+            while at < buffer.nbytes:
+                got = os.preadv(descriptor, [buffer[at:]], at)
+                if not got:
+                    return False  # cut short by another hand
+                at += got
+            was_used = found.st_atime_ns > found.st_mtime_ns
+            if not (was_used and 0 <= now_s - found.st_atime < _USED_STEP_S):
+                self._note_use(descriptor, found)
+        except OSError as error:
+            raise as_tier_error(f"{file} cannot be read", error) from error
+        finally:
+            with suppress(OSError):
                 os.close(descriptor)
         return True
+
+    def _note_use(self, descriptor: int, found: os.stat_result) -> None:
+        with suppress(OSError):  # a folder that may only be read has no times of use
+            used_ns = max(self._files.stamp_ns(), found.st_mtime_ns + _STEP_NS)
+            os.utime(descriptor, ns=(used_ns, found.st_mtime_ns))
 
     def _write(self, records: Sequence[tuple[Name, memoryview]], deadline: Deadline) -> int:
         """Keep records, the first ones first. Returns: how many. Raises: TierError if none."""

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from quire.errors import ConfigError
 from quire.tiers.fingerprint import LARGEST_DESCRIPTION_BYTES, BadDescription, Fingerprint
@@ -80,24 +80,26 @@ class NamespaceContents:
     """What a folder holds of one namespace."""
 
     name: str  # 16 hex digits
-    fingerprint: Fingerprint | None  # None where its description is absent, or another's
+    description: dict[str, Any]  # as its writer gave it; empty where that cannot be read
     num_records: int
     num_bytes: int
     oldest_s: float | None  # when a record was last used, in seconds since 1970; None: no record
     newest_s: float | None
 
 
+def as_tier_error(what: str, error: OSError) -> TierError:
+    """Return the system's error as TierError, or TierFull where a disk or a quota is used up."""
+    raised = TierFull if error.errno in _FULL else TierError
+    return raised(f"kv_tier=file: {what}: {error.strerror or error}")
+
+
 @contextmanager
 def tier_errors(what: str) -> Iterator[None]:
-    """Have the system's errors be TierError, or TierFull where a disk or a quota is used up.
-
-    Raises: TierError, TierFull.
-    """
+    """Have the system's errors be those of a tier. Raises: TierError, TierFull."""
     try:
         yield
     except OSError as error:
-        raised = TierFull if error.errno in _FULL else TierError
-        raise raised(f"kv_tier=file: {what}: {error.strerror or error}") from error
+        raise as_tier_error(what, error) from error
 
 
 def is_too_old(found: os.stat_result, age_s: float | None, now_s: float) -> bool:
@@ -145,8 +147,11 @@ def _records_in(folder: str) -> Iterator[RecordFile]:
                 )
 
 
-def read_description(path: Path, namespace: str) -> Fingerprint | None:
-    """Return what a namespace is, if the folder says so; None also for another's description."""
+def read_description(path: Path, namespace: str) -> dict[str, Any]:
+    """Return the fields that describe a namespace: none where there is no description.
+
+    They may be another's: ``Fingerprint.of`` them has the name of the namespace if they are not.
+    """
     file = path / namespace / NAMESPACE_FILE
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -154,10 +159,9 @@ def read_description(path: Path, namespace: str) -> Fingerprint | None:
             text = os.read(descriptor, LARGEST_DESCRIPTION_BYTES + 1)
         finally:
             os.close(descriptor)
-        found = Fingerprint.parse(text)
+        return dict(Fingerprint.parse(text).fields)
     except (OSError, BadDescription):
-        return None
-    return found if found.namespace == namespace else None
+        return {}
 
 
 def namespaces_of(path: Path) -> list[NamespaceContents]:
@@ -173,7 +177,7 @@ def namespaces_of(path: Path) -> list[NamespaceContents]:
         several.append(
             NamespaceContents(
                 name=name,
-                fingerprint=read_description(path, name),
+                description=read_description(path, name),
                 num_records=count,
                 num_bytes=num_bytes,
                 oldest_s=oldest_s,
