@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "bench": "errors units traces kv sampling_params engine.step_plan engine.scheduling engine"
     " http planner",
     "compare": "errors units config spec kv models sampling_params engine.sequence engine figures",
-    "cli": "errors units traces config spec memory kv models sampling_params engine.sequence"
+    "cli": "errors units traces config spec memory kv tiers models sampling_params engine.sequence"
     " engine planner server figures compare bench http engine.kv_sizing devices",
 }
 

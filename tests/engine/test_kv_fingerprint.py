@@ -1,16 +1,20 @@
 """What an engine's fingerprint names: each option is classified, and each named one changes it."""
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire import LLM
 from quire.config import KV_CACHE_DTYPES, EngineConfig
-from quire.engine.kv_fingerprint import EFFECTS, fingerprint_of
+from quire.engine.kv_fingerprint import EFFECTS, fingerprint_of, kv_fingerprint, planned_fingerprint
 from quire.engine.kv_sizing import stored_spec
 from quire.models.file_hashes import CannotName
+from quire.models.loader import load
 from quire.models.model_content import ModelContent
 from quire.spec import FullAttention, Layer, ModelSpec, SlidingWindow
+from quire.spec.tensor_parallel import rank_spec
 from quire.tiers import record
 from quire.tiers.fingerprint import Fingerprint
 
@@ -155,3 +159,37 @@ def test_transformers_own_note_of_the_option_is_not_named_twice() -> None:
     noted = replace(CONTENT, config={**CONTENT.config, "quantization_config": {"bits": 8}})
     assert made(noted, quantization="int8") == made(quantization="int8")
     assert made(noted) != made()  # a checkpoint's own
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_cache_dtype": "int8_per_token_head", "block_size": 32},
+        {"dtype": "float32", "cache": "virtual"},
+        {"tensor_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_a_plan_has_the_fingerprint_of_the_engine_it_plans(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``quire doctor`` loads no weights."""
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    config = EngineConfig(**options)
+    loaded = replace(load(dtype=config.dtype), is_private=True)
+    spec = loaded.spec
+    if config.tensor_parallel_size > 1:
+        spec = rank_spec(spec, config.tensor_parallel_size)
+    own = kv_fingerprint(loaded, config, stored_spec(config, spec).groups)
+    assert planned_fingerprint(None, config) == own
+    if not options:
+        with LLM(kv_cache_memory_bytes="16MB", max_model_len=64) as llm:
+            groups = llm.engine._kv.accounting.groups
+            assert kv_fingerprint(loaded, llm.config, groups) == own
+
+
+def test_weights_that_are_not_here_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.kv_fingerprint.looked_at", lambda *_: ())
+    with pytest.raises(CannotName, match="are not on this machine"):
+        planned_fingerprint(None, EngineConfig())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conformance.covering import in_turn
+from engine.simulation import Attic, replay
 from engine.test_llm import ids, model_of, prompts
 from models.test_recurrent import HYBRIDS
 from quire import LLM, SamplingParams
@@ -215,3 +216,26 @@ def test_a_shared_tier_needs_a_key_or_trust(tmp_path: Path) -> None:
                 llm.reset_prefix_cache()
                 assert texts(llm) == expected
                 assert offload(llm).counts.hit_tokens >= 0.8 * sum(LENGTHS)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Attic:
+    """Nothing waits for the clock of this machine; a world has its own."""
+    monkeypatch.setattr("quire.engine.offloading._DROP_AGAIN_S", 0)
+    monkeypatch.setattr("quire.engine.scheduling.offload_policy._LONGEST_WAIT_S", 1e9)
+    return Attic()
+
+
+def test_whole_engines_read_what_was_written_whatever_tiers_do(quick: Attic) -> None:
+    """Engines of all kinds, one after the other, that share tiers which lie, lose and refuse."""
+    for seed in range(24):
+        replay(seed, quick)
+    assert quick.num_hit_tokens > 100
+
+
+@pytest.mark.full
+def test_a_thousand_engines_read_what_was_written(quick: Attic) -> None:
+    for seed in range(1000, 2000):
+        replay(seed, quick)
+    assert quick.num_hit_tokens > 5000
+    assert quick.num_bad > 10

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from forks import run_fork
 from models.test_switched import SWITCHES, Owner
 from quire.models import file_hashes
+from quire.models import model_content as model_content_module
 from quire.models.file_hashes import CannotName, KeptHashes
 from quire.models.loader import LoadedModel, adopt, load
 from quire.models.model_content import (
@@ -139,7 +140,7 @@ def test_another_release_is_another_model(
 ) -> None:
     loaded = own(folder)
     before = model_content(loaded, kept)
-    monkeypatch.setattr("transformers.__version__", "5.99.0")
+    monkeypatch.setattr(model_content_module.transformers, "__version__", "5.99.0")
     assert changed(before, model_content(loaded, kept)) == {"transformers"}
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", f"{torch.__version__.split('+')[0]}+cu999")

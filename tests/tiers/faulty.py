@@ -29,7 +29,7 @@ FIELDS: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 _PUBLIC_BYTES = 64
-_PART_BYTES, _PRIVATE_BYTES, _CHECK_BYTES = 40, 104, 16
+_PART_BYTES, _PRIVATE_BYTES, _CHECK_BYTES = 56, 104, 16
 _MOST_DELAY_S = 0.02
 _PAUSE_S = 0.001
 

@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from quire.config import KV_CACHE_DTYPES, EngineConfig, kernel_dir
+from quire.engine.kv_sizing import stored_spec
 from quire.models.file_hashes import CannotName, KeptHashes
-from quire.models.loader import LoadedModel
-from quire.models.model_content import ModelContent, model_content
+from quire.models.loader import LoadedModel, looked_at, read_config
+from quire.models.model_content import ModelContent, content_of_files, model_content
+from quire.models.rank_spec import part_spec
 from quire.spec import Group
+from quire.spec.model_files import find_folder
 from quire.tiers.fingerprint import Fingerprint
 from quire.tiers.record import VERSION
 
@@ -75,6 +79,27 @@ def kv_fingerprint(
     """
     content = model_content(loaded, KeptHashes(kernel_dir()))
     return fingerprint_of(content, config, groups, rank=rank)
+
+
+def planned_fingerprint(name: str | Path | None, config: EngineConfig) -> Fingerprint:
+    """Return the fingerprint of rank 0's records in an engine for a folder or a hub name.
+
+    Its weights are hashed, if they have not been, and not loaded.
+
+    Raises: CannotName for weights that are not here; ModelNotLoadable, ConfigError.
+    """
+    folder = find_folder(name)
+    source = str(folder or name)
+    hf_config, spec = read_config(source, folder)
+    files = looked_at(source, folder, getattr(hf_config, "_commit_hash", None))
+    if not files:
+        raise CannotName(f"the weights of {source} are not on this machine")
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    content = content_of_files(files, hf_config, dtype, KeptHashes(kernel_dir()))
+    spec = spec.computed_in(dtype)
+    if config.tensor_parallel_size > 1:
+        spec = part_spec(source, hf_config, spec, config.tensor_parallel_size)
+    return fingerprint_of(content, config, stored_spec(config, spec).groups)
 
 
 def fingerprint_of(

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -31,9 +31,10 @@ from quire.kv.prefix_index import BlockIdentity
 from quire.models.file_hashes import CannotName
 from quire.models.loader import LoadedModel
 from quire.spec import Group, KeptWhole
-from quire.tiers import TIERS, Deadline, Name
+from quire.tiers import TIERS, Deadline, Name, TierError
 from quire.tiers.guard import GuardedTier
 from quire.tiers.record import Checksums, KeyedSeal, Part, RecordFormat, Seal
+from quire.tiers.tier import DescribedTier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STORE_SHARE = 0.5  # of staging memory, that may hold what is to be stored
+_DROP_AGAIN_S = 1.0  # after a tier has refused to drop records
 _STORE_S = 10.0  # that a batch of records may take
 _IDLE_S = 0.02  # between two questions to an engine that has more to store
 _CLOSE_S = 5.0  # to store what was copied out
@@ -111,16 +113,23 @@ def record_formats(
     for number, group in enumerate(kv.accounting.groups):
         rows = kv.storage.block_rows(number)
         formats.append(
-            RecordFormat(fingerprint, number, block_size, list(_parts(group, rows)), seal)
+            RecordFormat(
+                fingerprint,
+                number,
+                block_size,
+                list(_parts(group, rows, kv.storage.block_order)),
+                seal,
+            )
         )
     return formats
 
 
-def _parts(group: Group, rows: "list[Tensor]") -> Iterable[Part]:
+def _parts(group: Group, rows: "list[Tensor]", order: str) -> Iterable[Part]:
     layers = group.layers[:: max(1, -(-len(group.layers) // len(rows)))]
     if isinstance(group.spec, KeptWhole):
         for layer, row in zip(layers, rows, strict=True):
-            yield Part(layer=layer, dtype="uint8", shape=(row.shape[1],), num_bytes=row.shape[1])
+            size = row.shape[1]
+            yield Part(layer=layer, dtype="uint8", order="states", shape=(size,), num_bytes=size)
         return
     spec = attention_spec(group)
     (heads, key_dim), (_, value_dim) = spec.entry_shapes
@@ -129,6 +138,7 @@ def _parts(group: Group, rows: "list[Tensor]") -> Iterable[Part]:
         yield Part(
             layer=layer,
             dtype=spec.dtype,
+            order=order,
             shape=(together, heads, key_dim, value_dim),
             num_bytes=row.shape[1],
         )
@@ -235,7 +245,6 @@ class _Drop:
     blocks: list[BlockIdentity]
 
 
-@final
 class ThreadedCarrier:
     """See ``BlockCarrier``. A thread loads and another one stores; both end with ``close``.
 
@@ -249,6 +258,8 @@ class ThreadedCarrier:
         copies: BlockCopies,
         tiers: Sequence[GuardedTier],  # the nearest first
         staging: Staging,
+        *,
+        has_threads: bool = True,  # without them the caller works
     ) -> None:
         # Copies more out, unless steps do. Returns False to be called again: there is more.
         self.when_idle: Callable[[], bool] | None = None
@@ -273,9 +284,10 @@ class ThreadedCarrier:
         self._dropping: Counter[bytes] = Counter()  # chains of blocks that are not loaded
         self._stop_s: float | None = None  # monotonic: no record is stored after it
         self._load_s = self._copy_s = self._store_s = 0.0  # of a block
+        works = {"load": self._load_all, "store": self._store_all} if has_threads else {}
         self._threads = [
-            threading.Thread(target=self._load_all, name="quire-tiers-load", daemon=True),
-            threading.Thread(target=self._store_all, name="quire-tiers-store", daemon=True),
+            threading.Thread(target=work, name=f"quire-tiers-{name}", daemon=True)
+            for name, work in works.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -364,21 +376,32 @@ class ThreadedCarrier:
         for tier in self.tiers:
             tier.close()
 
+    def work(self, *, loads: bool = True, stores: bool = True) -> None:
+        """Do in this thread what the threads would: one load, one task of storing."""
+        with suppress(Empty):
+            if loads and (task := self._to_load.get_nowait()) is not None:
+                self._load(*task)
+        with suppress(Empty):
+            if stores and (other := self._to_store.get_nowait()) is not None:
+                self._store(other)
+
     # -- loading -----------------------------------------------------------------------------------
 
     def _load_all(self) -> None:
         while (task := self._to_load.get()) is not None:
-            job, wait_s = task
+            self._load(*task)
+
+    def _load(self, job: LoadJob, wait_s: float) -> None:
+        job.end = job.first
+        try:
+            if not job.is_given_up and self._stop_s is None:
+                self._load_one(job, Deadline.after(wait_s))
+        except Exception:  # of a tier of another package: the job ends all the same
+            log.exception("blocks cannot be loaded from tiers")
             job.end = job.first
-            try:
-                if not job.is_given_up and self._stop_s is None:
-                    self._load_one(job, Deadline.after(wait_s))
-            except Exception:  # of a tier of another package: the job ends all the same
-                log.exception("blocks cannot be loaded from tiers")
-                job.end = job.first
-            with self._came:
-                self._done.append(job)
-                self._came.notify_all()
+        with self._came:
+            self._done.append(job)
+            self._came.notify_all()
 
     def _load_one(self, job: LoadJob, deadline: Deadline) -> None:
         """Load the longest run that tiers have, or as much of it as staging memory holds."""
@@ -514,15 +537,18 @@ class ThreadedCarrier:
 
     def _store_all(self) -> None:
         while (task := self._next_to_store()) is not None:
-            try:
-                if isinstance(task, _Drop):
-                    self._drop_records(task)
-                elif isinstance(task, LoadJob):
-                    self._free_records(task)
-                else:
-                    self._store_records(task)
-            except Exception:  # of a tier of another package
-                log.exception("blocks cannot be stored in tiers")
+            self._store(task)
+
+    def _store(self, task: list[_Outgoing] | LoadJob | _Drop) -> None:
+        try:
+            if isinstance(task, _Drop):
+                self._drop_records(task)
+            elif isinstance(task, LoadJob):
+                self._free_records(task)
+            else:
+                self._store_records(task)
+        except Exception:  # of a tier of another package
+            log.exception("blocks cannot be stored in tiers")
 
     def _next_to_store(self) -> list[_Outgoing] | LoadJob | _Drop | None:
         """Wait for the next task. An engine without steps is asked for what it still has."""
@@ -591,7 +617,7 @@ class ThreadedCarrier:
                 form.name(form.header(block)) for block in drop.blocks for form in tier.formats
             ]
             while not tier.drop(names, Deadline.after(_STORE_S)) and self._stop_s is None:
-                time.sleep(1.0)  # no wrong record may stay where it can be found
+                time.sleep(_DROP_AGAIN_S)  # no wrong record may stay where it can be found
         with self._came:
             self._dropping -= Counter(block.chain for block in drop.blocks)
 
@@ -647,6 +673,11 @@ def make_offloading(
             with TIERS.blamed(address.kind, "kv_tier"):
                 tier = make(address, largest, fingerprint.namespace)
             undo.callback(tier.close)
+            if isinstance(tier, DescribedTier):
+                try:
+                    tier.describe(fingerprint.description.encode())
+                except TierError as error:
+                    log.warning("tier %s: %s", address, error)
             is_shared = tier.traits.is_shared
             if is_shared and key is None and not config.kv_tier_trusted:
                 raise ConfigError(
@@ -701,7 +732,7 @@ def _read_key(path: str) -> bytes:
     """Read a key's file. Raises: ConfigError, which never shows the key."""
     try:
         with Path(path).expanduser().open("rb") as file:
-            key = file.read(_LONGEST_KEY + 1).strip()
+            key = file.read(_LONGEST_KEY + 1)
     except OSError as error:
         raise ConfigError(f"kv_tier_key={path!r} cannot be read: {error.strerror}") from None
     if len(key) > _LONGEST_KEY:

@@ -535,6 +535,11 @@ class ExternalBlocks(Accounting, Protocol):
 class BlockBytes(Protocol):
     """What storage does besides where whole blocks can be copied out and in."""
 
+    @property
+    def block_order(self) -> str:
+        """Return a name, of up to 12 characters, for the order of the bytes in a block."""
+        ...
+
     def block_rows(self, group: int) -> "list[Tensor]":
         """Return where a group's blocks lie, by block id: u8[blocks, bytes] each, any strides.
 

@@ -28,7 +28,7 @@ OnHashed: TypeAlias = Callable[[int], None]  # gets how many more bytes are hash
 
 _PIECE_BYTES = 2**20  # read at once: it stays in a processor's cache until it is hashed
 _MOST_THREADS = 8
-_TOLD_BYTES = 2**30  # from which on a log says that it takes a while
+LONG_BYTES = 2**30  # from which on it is told that hashing takes a while
 # A file system may count time in steps of two seconds (FAT; others in milliseconds). A change
 # within one step leaves no trace.
 _CLOCK_STEP_NS = 2 * 10**9
@@ -113,11 +113,11 @@ def file_hashes(
     if missing:
         total = sum(file.stamp.size for file in missing)
         start = time.monotonic()
-        if total >= _TOLD_BYTES:
+        if total >= LONG_BYTES:
             log.info("hashing %s of weights, once for these files", format_bytes(total))
         found |= _hashed(missing, kept, min(num_threads, _MOST_THREADS), on_hashed)
         took_s = time.monotonic() - start
-        if total >= _TOLD_BYTES:
+        if total >= LONG_BYTES:
             rate = format_bytes(int(total / max(took_s, 1e-9)))
             log.info("hashed %s of weights in %.1f s, %s/s", format_bytes(total), took_s, rate)
     return {file.path.name: digest.hex() for file, digest in found.items() if digest is not None}

@@ -168,7 +168,7 @@ def load(
     files: tuple[WeightFile, ...] = ()
     if folder is not None:
         check_weights(folder)
-        files = tuple(map(WeightFile.at, weight_files(folder)))  # before they are read
+        files = looked_at(source, folder)  # before they are read
     place = choose_device(device) if num_ranks == 1 else None  # ranks have one each
     set_bars = hf_logging.enable_progress_bar if show_progress else hf_logging.disable_progress_bar
     set_bars()
@@ -199,7 +199,7 @@ def load(
     elif place is not None and copy_weights:
         hold_in_memory(model)
     if folder is None:
-        files = _downloaded(source, model)
+        files = looked_at(source, folder, getattr(model.config, "_commit_hash", None))
     return LoadedModel(
         name=called(name),
         model=model.eval(),
@@ -210,16 +210,22 @@ def load(
     )
 
 
-def _downloaded(name: str, model: PreTrainedModel) -> tuple[WeightFile, ...]:
-    """Look at the files that a repository of the hub has in its cache; () if they are not there."""
-    revision = getattr(model.config, "_commit_hash", None)
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
-    if not isinstance(found, str):
-        return ()
+def looked_at(
+    source: str, folder: Path | None, revision: str | None = None
+) -> tuple[WeightFile, ...]:
+    """Look at a model's weight files: in a folder, or of the hub's ``source`` in its cache.
+
+    Returns: none where the cache has not all of them.
+    """
+    if folder is None:
+        found = try_to_load_from_cache(source, "config.json", revision=revision)
+        if not isinstance(found, str):
+            return ()
+        folder = Path(found).parent
     try:
-        return tuple(map(WeightFile.at, weight_files(Path(found).parent)))
+        return tuple(map(WeightFile.at, weight_files(folder)))
     except (OSError, ModelNotLoadable) as error:
-        log.info("the weight files of %s are not found: %s", name, first_line(error))
+        log.info("the weight files of %s are not found: %s", source, first_line(error))
         return ()
 
 

@@ -19,7 +19,14 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.utils import logging as hf_logging
 
-from quire.models.file_hashes import CannotName, KeptHashes, OnHashed, WeightFile, file_hashes
+from quire.models.file_hashes import (
+    LONG_BYTES,
+    CannotName,
+    KeptHashes,
+    OnHashed,
+    WeightFile,
+    file_hashes,
+)
 from quire.models.loader import LoadedModel
 from quire.models.module_digest import ModuleDigest, digest
 
@@ -124,17 +131,18 @@ def _of_files(files: Sequence[WeightFile], kept: KeptHashes) -> str:
 
 @contextmanager
 def _bar(total_bytes: int) -> Iterator[OnHashed]:
-    """Draw a bar where Transformers draws some while it loads, and none for hashes kept before."""
+    """Draw a bar where Transformers draws some while it loads, if it takes a while."""
     lock, bar = threading.Lock(), None
 
     def on_hashed(num_bytes: int) -> None:
         nonlocal bar
         with lock:
-            if bar is None:
+            if bar is None and total_bytes >= LONG_BYTES:
                 bar = hf_logging.tqdm(
                     total=total_bytes, unit="B", unit_scale=True, desc="Hashing weights"
                 )
-            bar.update(num_bytes)
+            if bar is not None:
+                bar.update(num_bytes)
 
     try:
         yield on_hashed

@@ -20,6 +20,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedConfig
 
 from quire.layers.watch import WeightsWatch
@@ -57,6 +58,7 @@ class ModuleDigest:
 
     def of(self, model: nn.Module) -> str:
         """Return a SHA-256 of all of a model, 64 hex digits. Raises: CannotName."""
+        self._refuse_hooks_of_all()
         if WeightsWatch(model).is_heard:
             raise CannotName(
                 f"a module of {type(model).__name__} has hooks, or a forward function of its own"
@@ -71,7 +73,8 @@ class ModuleDigest:
         return digest({"modules": kept, "tensors": numbers})
 
     def meet(self, model: nn.Module) -> None:
-        """Note whose code a model runs, without reading its tensors."""
+        """Note whose code a model runs, without reading its tensors. Raises: CannotName."""
+        self._refuse_hooks_of_all()
         for each in (*model.modules(), *model.parameters()):
             self._class(type(each))
 
@@ -90,6 +93,10 @@ class ModuleDigest:
             except OSError:
                 raise CannotName(f"the code of {name} lies in no file") from None
         return found | self._put
+
+    def _refuse_hooks_of_all(self) -> None:
+        if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
+            raise CannotName("there are hooks of all modules, which may change what they say")
 
     # -- modules and tensors -----------------------------------------------------------------------
 

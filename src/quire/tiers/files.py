@@ -12,7 +12,7 @@ import re
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import final
 from urllib.parse import unquote
@@ -40,7 +40,6 @@ from quire.units import ceil_div, format_bytes, parse_bytes
 _SIZE_BYTES = 10 * 2**30  # without an option
 _MOST_RESERVE_BYTES = 10 * 2**30  # … of the disk, kept free …
 _RESERVE_SHARE = 0.05  # … but no more than this
-_LAST_WORD_S = 0.1  # to take back a count of bytes when time is out
 _STEP_NS = 1000  # a difference that every file system keeps
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -114,7 +113,7 @@ class FileTier:
                 f"{MOST_DESCRIPTION_BYTES:,}"
             )
         with tier_errors(f"{self._folder}: its description"):
-            self._make_folders(self._folder)
+            self._files.make_folders(self._folder)
             with self._written(memoryview(text)) as tmp:
                 os.rename(tmp, self._folder / NAMESPACE_FILE)
 
@@ -158,41 +157,18 @@ class FileTier:
             return len(names)
         sizes = [records[place].nbytes for place in lacking]
         try:
-            room = self._files.reserve(sizes, self._evicted, deadline)
+            room = self._files.make_room(sizes, self._evicted, deadline)
+            chosen = [(names[place], records[place]) for place in lacking[:room]]
+            num_kept = self._write(chosen, deadline)
         except TierError:
             if lacking[0]:
                 return lacking[0]
             raise
-        num_written, replaced = 0, list[int]()
-        try:
-            for place in lacking[:room]:
-                deadline.check(f"kv_tier=file:{self._path}: store")
-                replaced += self._write(names[place], records[place])
-                num_written += 1
-        except TierError:
-            if not lacking[num_written]:
-                raise
-        finally:
-            # Even when out of time: else the count of bytes would drift upwards.
-            with suppress(TierError):
-                unused = sizes[num_written:room] + replaced
-                self._files.give_back(unused, Deadline.after(max(deadline.left_s, _LAST_WORD_S)))
-        return len(names) if num_written == len(lacking) else lacking[num_written]
+        return len(names) if num_kept == len(lacking) else lacking[num_kept]
 
     def drop(self, names: Sequence[Name], deadline: Deadline) -> None:
         self._require_open()
-        sizes = []
-        try:
-            for name in names:
-                deadline.check(f"kv_tier=file:{self._path}: drop")
-                file = self._file(name)
-                with tier_errors(f"{file} cannot be removed"), suppress(FileNotFoundError):
-                    found = os.lstat(file)
-                    if stat.S_ISREG(found.st_mode):
-                        os.unlink(file)
-                        sizes.append(found.st_size)
-        finally:
-            self._files.give_back(sizes, deadline)
+        self._files.drop([self._file(name) for name in names], deadline)
 
     def usage(self) -> TierUsage:
         self._require_open()
@@ -261,42 +237,39 @@ class FileTier:
                 os.close(descriptor)
         return True
 
-    def _write(self, name: Name, record: memoryview) -> list[int]:
-        """Keep a record. Returns: the bytes of one that it replaces, if there was one."""
-        file, replaced = self._file(name), list[int]()
-        with tier_errors(f"{file} cannot be written"), self._written(record) as tmp:
-            written_ns = self._files.stamp_ns()
-            used_ns = written_ns + (_STEP_NS if self._evicted.take(name) else 0)
-            os.utime(tmp, ns=(used_ns, written_ns))
-            with suppress(FileNotFoundError):
-                found = os.lstat(file)
-                if not stat.S_ISREG(found.st_mode):
-                    raise TierError(f"kv_tier=file: {file} is no record: remove it")
-                replaced.append(found.st_size)
+    def _write(self, records: Sequence[tuple[Name, memoryview]], deadline: Deadline) -> int:
+        """Keep records, the first ones first. Returns: how many. Raises: TierError if none."""
+        what = f"kv_tier=file:{self._path}: store"
+        files = list[tuple[str, str, int]]()
+        cannot = f"{self._path}: a record cannot be written"
+        with tier_errors(cannot), ExitStack() as written:
             try:
-                os.rename(tmp, file)
-            except FileNotFoundError:  # a new shard, or one that was removed
-                self._make_folders(Path(file).parent)
-                os.rename(tmp, file)
-        return replaced
-
-    def _make_folders(self, folder: Path) -> None:
-        """Make a folder, and those above it, for this user alone. Raises: OSError."""
-        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for each in (self._folder, folder):
-            each.mkdir(mode=0o700, exist_ok=True)
+                for name, record in records:
+                    deadline.check(what)
+                    with tier_errors(cannot):
+                        tmp = written.enter_context(self._written(record))
+                        written_ns = self._files.stamp_ns()
+                        used_ns = written_ns + (_STEP_NS if self._evicted.take(name) else 0)
+                        os.utime(tmp, ns=(used_ns, written_ns))
+                    files.append((tmp, self._file(name), record.nbytes))
+            except TierError:
+                if not files:
+                    raise
+            return self._files.enter(files, self._evicted, deadline)
 
     @contextmanager
     def _written(self, data: memoryview) -> Iterator[str]:
-        """Write a file, and have it renamed. It is locked, so that no process sweeps it away."""
+        """Write a file that is to be renamed, and else goes.
+
+        It is locked meanwhile, so that no process sweeps it away.
+        """
         with self._lock:
             self._num_written += 1
             tmp = f"{self._files.tmp}/{self._writer}-{self._num_written}"
         try:
             descriptor = os.open(tmp, _WRITE, 0o600)
         except FileNotFoundError:
-            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._files.tmp.mkdir(mode=0o700, exist_ok=True)
+            self._files.make_folders(self._files.tmp)
             descriptor = os.open(tmp, _WRITE, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -304,11 +277,9 @@ class FileTier:
             while at < data.nbytes:
                 at += os.write(descriptor, data[at:])
             yield tmp
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(tmp)
-            raise
         finally:
+            with suppress(OSError):
+                os.unlink(tmp)  # as a rule it has another name by now
             os.close(descriptor)
 
 

@@ -6,6 +6,7 @@ a person can be told why a folder's records fit no engine. Who makes the fields 
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +20,7 @@ from quire.errors import QuireError
 Field: TypeAlias = "str | int | float | bool | list[Field] | dict[str, Field] | None"
 
 NAMESPACE_DIGITS = 16  # hex digits of the digest, which name a namespace
-LARGEST_DESCRIPTION_BYTES = 2**20  # a large model's has tens of KiB
+LARGEST_DESCRIPTION_BYTES = 2**16  # a model's with the longest lists of layers has a quarter
 MOST_DIFFERENCES = 8  # that are told
 _LONGEST_VALUE = 60  # characters of a value in a message
 _LONGEST_PATH = 120  # … of a field's name
@@ -27,6 +28,7 @@ _DEEPEST = 16  # levels of fields within fields
 _KEPT_BEFORE = 12  # … of one before the first that differs
 _MORE = "..."
 _ABSENT = "nothing"
+_INNER = re.compile(r"(?<!\\)[.\[]")  # in the path of a field within a field
 
 
 class BadDescription(QuireError):
@@ -87,21 +89,16 @@ class Fingerprint:
         fields: dict[str, Field] = json.loads(self.description)
         return fields
 
-    def pretty(self) -> str:
-        """Return the description with a line for each value, for a person and for ``parse``."""
-        return json.dumps(self.fields, indent=1, sort_keys=True) + "\n"
-
     def difference(self, other: "Fingerprint", most: int = MOST_DIFFERENCES) -> list[str]:
         """Say which fields of ``other`` differ from this one's, one a line.
 
-        Returns: at most ``most`` lines, and one that counts the others; none for equal fields. They
-        are printable ASCII, whatever ``other`` holds.
+        Returns: at most ``most`` lines, those of whole fields first, and one that counts the rest;
+        none for equal fields. They are printable ASCII, whatever ``other`` holds.
         """
         here, there = dict(_leaves(self.fields)), dict(_leaves(other.fields))
         several = sorted(
-            path
-            for path in here.keys() | there.keys()
-            if here.get(path, _ABSENT) != there.get(path, _ABSENT)
+            (path for path in here.keys() | there.keys() if here.get(path) != there.get(path)),
+            key=lambda path: (_INNER.search(path) is not None, path),
         )
         lines = []
         for path in several[:most]:
@@ -139,19 +136,21 @@ def _plain(value: Any, path: str, depth: int = 0) -> Any:
     raise TypeError(f"{path or 'the whole'} is a {type(value).__name__}, which has no name as text")
 
 
-def _leaves(fields: dict[str, Field], path: str = "") -> Iterator[tuple[str, str]]:
-    """List each value by the names that lead to it; a list is one value."""
-    for name, value in fields.items():
-        where = f"{path}.{_ascii(name)}" if path else _ascii(name)
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, where)
-        else:
-            yield where, _canonical(value)
+def _leaves(value: Field, path: str = "") -> Iterator[tuple[str, str]]:
+    """List each value by the names that lead to it; a list without fields in it is one value."""
+    if isinstance(value, dict) and value:
+        for name, inside in value.items():
+            yield from _leaves(inside, f"{path}.{_ascii(name)}" if path else _ascii(name))
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        for at, each in enumerate(value):
+            yield from _leaves(each, f"{path}[{at}]")
+    else:
+        yield path, _canonical(value)
 
 
 def _ascii(name: str) -> str:
-    """Return a name as JSON writes it, without the quotes, and with its own dots told apart."""
-    return json.dumps(name)[1:-1].replace(".", "\\.")
+    """Return a name as JSON writes it, without the quotes: its own dots are no levels."""
+    return json.dumps(name)[1:-1].replace(".", "\\.").replace("[", "\\[")
 
 
 def _cut(text: str, most: int) -> str:

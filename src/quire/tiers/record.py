@@ -41,7 +41,7 @@ MAGIC = b"QUIRE\0KV"
 _SEALED = 1  # a flag
 _PUBLIC = struct.Struct("<8sHHIQ32sII")  # magic … block size: 64 bytes
 _PRIVATE = struct.Struct("<32s32s32sII")  # parent, chain, extras, parts, token ids
-_PART = struct.Struct("<I12s4IQ")  # layer, dtype, shape (0 behind its end), bytes
+_PART = struct.Struct("<I16s12s4IQ")  # layer, dtype, order, shape (0 behind its end), bytes
 _ALIGNMENT = 64
 _CHECK_BYTES = 16  # of a part
 _NONCE_BYTES, _TAG_BYTES = 12, 16
@@ -57,13 +57,16 @@ class Part:
 
     layer: int  # the first of them
     dtype: str  # of torch: "bfloat16"
+    order: str  # in which its bytes lie: another one is another record
     shape: tuple[int, ...]  # at most four
     num_bytes: int  # with scales, where the dtype has some
 
     def packed(self) -> bytes:
         """Return the part's description as it stands in a header."""
         shape = (*self.shape, 0, 0, 0, 0)[:4]
-        return _PART.pack(self.layer, self.dtype.encode()[:12], *shape, self.num_bytes)
+        dtype, order = self.dtype.encode(), self.order.encode()
+        assert max(len(dtype) - 4, len(order)) <= 12, "a name that would be cut"
+        return _PART.pack(self.layer, dtype, order, *shape, self.num_bytes)
 
 
 @final

@@ -8,9 +8,9 @@
         <2 hex digits>/       the first byte of the names in it
           <64 hex digits>     a record: its name; modified when it was written, read when last used
 
-The folder is the index, so a process that ends at any moment leaves nothing to mend but a file in
-``tmp`` and a count of bytes that is too high. Files with other names, and links, are not ours: they
-are neither read nor removed.
+The folder is the index, so a process that ends at any moment leaves nothing to mend but files in
+``tmp``, and a count of bytes that is too high until a search for room finds less. Files with other
+names, and links, are not ours: they are neither read nor removed.
 
 A process that needs room looks at some shards (equal first bytes, in all namespaces), which names
 spread evenly, and removes what should go first among these: a look costs the same however many
@@ -232,39 +232,69 @@ class RecordFolder:
         self._round_ns -= 1000  # a step that every file system keeps
         return self._round_ns
 
+    def make_folders(self, folder: Path) -> None:
+        """Make a folder in this one, for this user alone. Raises: OSError."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
     def close(self) -> None:
         """Close what is open."""
         with self._lock:
             self._is_open = False
-            if self._usage_file >= 0:
-                os.close(self._usage_file)
-            self._usage_file = -1
+            self._close_usage()
 
     # -- room --------------------------------------------------------------------------------------
 
-    def reserve(self, sizes: list[int], evicted: EvictedNames, deadline: Deadline) -> int:
-        """Take room for files of these bytes, the first ones first, and remove others for it.
+    def make_room(self, sizes: list[int], evicted: EvictedNames, deadline: Deadline) -> int:
+        """Remove records until files of these bytes have room, the first ones first.
 
-        Returns: for how many there is room. Raises: TierError, TierFull if for none.
+        Returns: how many have room, until another process takes it. Raises: TierError, TierFull if
+        none has.
         """
         with self._counted(deadline):
             self._tidy(deadline)
-            if (lacking := sum(map(_on_disk, sizes)) - self._room()) > 0:
-                self._make_room(lacking, evicted, deadline)
-            room, count, taken = self._room(), 0, 0
-            while count < len(sizes) and taken + _on_disk(sizes[count]) <= room:
-                taken += _on_disk(sizes[count])
-                count += 1
-            if sizes and not count:
-                raise TierFull(self._full_message(sizes[0]))
-            self._write_count(self._used_bytes + taken)
-        return count
+            return self._count_fitting(sizes, evicted, deadline)
 
-    def give_back(self, sizes: list[int], deadline: Deadline) -> None:
-        """Count files of these bytes no more. Raises: TierError."""
-        if sizes:
-            with self._counted(deadline):
-                self._write_count(self._used_bytes - sum(map(_on_disk, sizes)))
+    def enter(
+        self, files: list[tuple[str, str, int]], evicted: EvictedNames, deadline: Deadline
+    ) -> int:
+        """Give written files (their path, that of the record, bytes) the names of records.
+
+        Returns: how many, the first ones first. Raises: TierError, TierFull if there is no room.
+        """
+        with self._counted(deadline):
+            count = self._count_fitting([size for _, _, size in files], evicted, deadline)
+            # Counted before they are there: a process that is killed counts too much, not too
+            # little, and the next one to look at all records sees that.
+            before = self._used_bytes
+            self._write_count(before + sum(_on_disk(size) for _, _, size in files[:count]))
+            entered = freed = 0
+            try:
+                for tmp, path, _ in files[:count]:
+                    freed += _rename(tmp, path)
+                    entered += 1
+            except (OSError, TierError):
+                if not entered:
+                    raise
+            finally:
+                added = sum(_on_disk(size) for _, _, size in files[:entered])
+                self._write_count(before + added - freed)
+        return entered
+
+    def drop(self, paths: list[str], deadline: Deadline) -> None:
+        """Remove records. Those that are not there are gone already. Raises: TierError."""
+        with self._counted(deadline):
+            gone = 0
+            try:
+                for path in paths:
+                    with suppress(FileNotFoundError):
+                        found = os.lstat(path)
+                        if stat.S_ISREG(found.st_mode):
+                            os.unlink(path)
+                            gone += _on_disk(found.st_size)
+            finally:
+                if gone:
+                    self._write_count(self._used_bytes - gone)
 
     def prune(
         self, *, size_bytes: int | None, age_s: float | None, deadline: Deadline
@@ -323,25 +353,39 @@ class RecordFolder:
             f"{format_bytes(self._reserve_bytes)} stay free (the option is reserve)"
         )
 
-    def _make_room(self, lacking: int, evicted: EvictedNames, deadline: Deadline) -> None:
+    def _count_fitting(self, sizes: list[int], evicted: EvictedNames, deadline: Deadline) -> int:
+        if (lacking := sum(map(_on_disk, sizes)) - self._room()) > 0:
+            self._evict(lacking, evicted, deadline)
+        room, count, taken = self._room(), 0, 0
+        while count < len(sizes) and taken + _on_disk(sizes[count]) <= room:
+            taken += _on_disk(sizes[count])
+            count += 1
+        if sizes and not count:
+            raise TierFull(self._full_message(sizes[0]))
+        return count
+
+    def _evict(self, lacking: int, evicted: EvictedNames, deadline: Deadline) -> None:
         """Remove records of at least so many bytes, if there are so many."""
         slack = int(_SLACK_SHARE * (self.size_bytes or 0))
         num_shards = 0
         while lacking > 0 and num_shards < NUM_SHARDS:
             look = self._look_at(NUM_SHARDS - num_shards, deadline, _LOOK_RECORDS)
             num_shards += look.num_shards
-            beyond = min(slack, int(_LOOK_SHARE * look.num_bytes))
             before = self._used_bytes
-            gone = self._remove(self._oldest(look, lacking + beyond), deadline)
+            if look.num_shards == NUM_SHARDS or (
+                len(look.records) >= _LOOK_RECORDS
+                and abs(look.estimated_bytes - before) > _MOST_DRIFT * before
+            ):
+                # A process was killed before it had done what it had counted.
+                self._write_count(look.estimated_bytes)
+                lacking -= before - look.estimated_bytes
+            beyond = min(slack, int(_LOOK_SHARE * look.num_bytes))
+            gone = (
+                self._remove(self._oldest(look, lacking + beyond), deadline) if lacking > 0 else []
+            )
             for record in gone:
                 evicted.add(bytes.fromhex(record.name))
-            lacking -= before - self._used_bytes
-            # Processes that were killed took room that they did not use. Files that others write
-            # at this moment are not seen, so a small difference is none.
-            seen = look.estimated_bytes - _sum_on_disk(gone)
-            if look.is_telling and self._used_bytes - seen > _MOST_DRIFT * self._used_bytes:
-                lacking -= self._used_bytes - seen
-                self._write_count(seen)
+            lacking -= _sum_on_disk(gone)
 
     def _oldest(self, look: "_Look", num_bytes: int) -> list[RecordFile]:
         """Return the records that go first, of at least so many bytes, or all."""
@@ -432,10 +476,15 @@ class RecordFolder:
         finally:
             self._lock.release()
 
+    def _close_usage(self) -> None:
+        descriptor, self._usage_file = self._usage_file, -1
+        if descriptor >= 0:
+            with suppress(OSError):
+                os.close(descriptor)
+
     def _lock_usage(self, deadline: Deadline, what: str) -> None:
         if self._usage_file >= 0 and not os.fstat(self._usage_file).st_nlink:
-            os.close(self._usage_file)  # the folder was removed under us
-            self._usage_file = -1
+            self._close_usage()  # the folder was removed under us
         if self._usage_file < 0:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -473,13 +522,26 @@ class _Look:
 
     @property
     def estimated_bytes(self) -> int:
-        """What all shards hold, which names spread over them evenly."""
+        """What all shards hold, over which names spread evenly: right within some percent."""
         return self.num_bytes * NUM_SHARDS // max(1, self.num_shards)
 
-    @property
-    def is_telling(self) -> bool:
-        """Whether the estimate is right within some percent."""
-        return self.num_shards == NUM_SHARDS or len(self.records) >= _LOOK_RECORDS
+
+def _rename(tmp: str, path: str) -> int:
+    """Give a file the name of a record. Returns: bytes on the disk of one that it replaces."""
+    freed = 0
+    with suppress(FileNotFoundError):
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise TierError(f"kv_tier=file: {path} is no record: remove it")
+        freed = _on_disk(found.st_size)
+    try:
+        os.rename(tmp, path)
+    except FileNotFoundError:  # a new shard, or one that was removed
+        shard = Path(path).parent
+        for each in (shard.parent, shard):
+            each.mkdir(mode=0o700, exist_ok=True)
+        os.rename(tmp, path)
+    return freed
 
 
 def _remove_left_behind(path: str) -> None:

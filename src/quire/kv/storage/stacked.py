@@ -193,6 +193,8 @@ class StackedStorage:
     def load(self, layer: int, slots: "Tensor", parts: "list[Tensor]") -> None:
         self._settled(layer).load(slots, parts)
 
+    block_order = "token first"  # [tokens, layers, heads, D]
+
     def block_rows(self, group: int) -> "list[Tensor]":
         if group in self._states:
             return [self._states[group].rows]
