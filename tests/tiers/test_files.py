@@ -483,21 +483,21 @@ def test_a_folder_says_what_it_holds(path: Path) -> None:
     assert store(other, new_names(1)) == 1
     first, second = namespaces_of(path)
     assert (first.name, first.num_records, first.num_bytes) == (fingerprint.namespace, 3, 3000)
-    assert Fingerprint.of(first.description) == fingerprint
+    assert first.fingerprint == fingerprint
     assert first.oldest_s is not None
     assert first.newest_s is not None
     assert time.time() - 60 < first.oldest_s <= first.newest_s <= time.time()
-    assert (second.name, second.num_records, second.description) == ("f" * 16, 1, {})
+    assert (second.name, second.num_records, second.fingerprint) == ("f" * 16, 1, None)
 
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"[1]", b"\xff\xfe", b"[" * 60_000, b'{"a": ' * 9_000, b"{}" + b" " * 2**20],
+    [b"", b"[1]", b"\xff\xfe", b"[" * 60_000, b'{"a": ' * 9_000, b"{}" + b" " * 2**20, b"{}"],
 )
-def test_a_description_that_is_none_is_empty(path: Path, text: bytes) -> None:
+def test_a_description_that_is_none_or_anothers_is_not_told(path: Path, text: bytes) -> None:
     make(path).describe(b"{}")
     (path / NAMESPACE / "namespace.json").write_bytes(text)
-    assert namespaces_of(path)[0].description == {}
+    assert namespaces_of(path)[0].fingerprint is None
 
 
 def test_a_description_has_a_limit(path: Path) -> None:

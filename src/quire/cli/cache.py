@@ -19,7 +19,6 @@ from quire.cli.options import AsJson, check_folder, plain_table, progress_bar
 from quire.errors import ConfigError
 from quire.tiers import Deadline
 from quire.tiers.address import parse_age
-from quire.tiers.fingerprint import Fingerprint
 from quire.tiers.inspection import export_chain, inspect, remove_flawed
 from quire.tiers.record import RecordHeader
 from quire.tiers.record_folder import (
@@ -253,7 +252,7 @@ def _says_yes(question: str) -> bool:
 def _as_dict(each: NamespaceContents) -> dict[str, Any]:
     return {
         "namespace": each.name,
-        "description": each.description,
+        "description": each.fingerprint and each.fingerprint.fields,
         "num_records": each.num_records,
         "num_bytes": each.num_bytes,
         "oldest_used_s": each.oldest_s,
@@ -263,11 +262,9 @@ def _as_dict(each: NamespaceContents) -> dict[str, Any]:
 
 def _described(each: NamespaceContents) -> str:
     """Return a namespace's plain fields on one line: those that tell models apart at a glance."""
-    fields = each.description
-    if not fields:
-        return "[dim]nothing says what it is[/]"
-    if Fingerprint.of(fields).namespace != each.name:
-        return "[dim]its description was changed: it is another namespace's[/]"
+    if each.fingerprint is None:
+        return "[dim]without a description of its own[/]"
+    fields = each.fingerprint.fields
     plain = {name: value for name, value in fields.items() if not isinstance(value, dict | list)}
     return escape(", ".join(f"{name} {value}" for name, value in plain.items()))
 

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from quire.errors import ConfigError
 from quire.tiers.fingerprint import LARGEST_DESCRIPTION_BYTES, BadDescription, Fingerprint
@@ -80,7 +80,7 @@ class NamespaceContents:
     """What a folder holds of one namespace."""
 
     name: str  # 16 hex digits
-    description: dict[str, Any]  # as its writer gave it; empty where that cannot be read
+    fingerprint: Fingerprint | None  # None where its description is absent, or another's
     num_records: int
     num_bytes: int
     oldest_s: float | None  # when a record was last used, in seconds since 1970; None: no record
@@ -147,11 +147,8 @@ def _records_in(folder: str) -> Iterator[RecordFile]:
                 )
 
 
-def read_description(path: Path, namespace: str) -> dict[str, Any]:
-    """Return the fields that describe a namespace: none where there is no description.
-
-    They may be another's: ``Fingerprint.of`` them has the name of the namespace if they are not.
-    """
+def read_description(path: Path, namespace: str) -> Fingerprint | None:
+    """Return what a namespace is, if the folder says so; None also for another's description."""
     file = path / namespace / NAMESPACE_FILE
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -159,9 +156,10 @@ def read_description(path: Path, namespace: str) -> dict[str, Any]:
             text = os.read(descriptor, LARGEST_DESCRIPTION_BYTES + 1)
         finally:
             os.close(descriptor)
-        return dict(Fingerprint.parse(text).fields)
+        found = Fingerprint.parse(text)
     except (OSError, BadDescription):
-        return {}
+        return None
+    return found if found.namespace == namespace else None
 
 
 def namespaces_of(path: Path) -> list[NamespaceContents]:
@@ -177,7 +175,7 @@ def namespaces_of(path: Path) -> list[NamespaceContents]:
         several.append(
             NamespaceContents(
                 name=name,
-                description=read_description(path, name),
+                fingerprint=read_description(path, name),
                 num_records=count,
                 num_bytes=num_bytes,
                 oldest_s=oldest_s,
