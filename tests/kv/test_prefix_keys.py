@@ -10,6 +10,7 @@ from quire.spec import LayerSpec
 
 WORLDS = [
     NO_KEYS,
+    PrefixKeys(tenant="a"),
     PrefixKeys(salt="a"),
     PrefixKeys(salt="b"),
     PrefixKeys(lora="a"),
