@@ -50,6 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption(
             name, help="the registered name that tests/conformance asks, instead of Quire's own"
         )
+    parser.addoption(
+        "--tier", help="the address of a tier that tests/conformance asks, instead of Quire's own"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from quire.attention import BACKENDS
 from quire.kv import EVICTION_POLICIES
+from quire.tiers import TIERS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENTRY_POINTS = """
@@ -15,6 +16,8 @@ ENTRY_POINTS = """
 einsum = attention_backend:make_backend
 [quire.eviction_policies]
 lfu = eviction_policy:LeastFrequentlyUsed
+[quire.tiers]
+sqlite = tier:SqliteTier
 """
 
 
@@ -28,6 +31,10 @@ def installed_examples(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         patch.syspath_prepend(str(EXAMPLES))
-        for registry in (BACKENDS, EVICTION_POLICIES):  # as a new process, which has not looked yet
+        for registry in (
+            BACKENDS,
+            EVICTION_POLICIES,
+            TIERS,
+        ):  # as a new process, which has not looked yet
             patch.setattr(registry, "_found", None)
         yield

@@ -13,8 +13,8 @@ DOCUMENTS = sorted(
 )
 AREA = "benchmarks.AREA.NAME"  # how benchmarks are run, said once
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-MAX_EXAMPLE_LINES, MAX_PLUGIN_LINES = 40, 80
-PLUGINS = ("attention_backend", "eviction_policy")  # whole ones, which guides explain
+MAX_EXAMPLE_LINES, MAX_PLUGIN_LINES = 40, 90
+PLUGINS = ("attention_backend", "eviction_policy", "tier")  # whole ones, which guides explain
 
 # A block below this line is run, not only compiled. It must end by itself, offline, in seconds.
 RUNS = "<!-- this block is run by the tests -->"

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "errors": "",
     "units": "errors",
     "plugins": "errors",
+    "kept_files": "",
     "sampling_params": "errors",
     "traces": "errors units",
     "memory": "errors units plugins",
@@ -29,12 +30,12 @@ MAY_IMPORT = {
     "kv": "errors units plugins spec memory",
     "tiers": "errors units plugins kv",
     "figures": "",
-    "kernels": "errors units",
+    "kernels": "errors units kept_files",
     "devices": "errors units memory",
     "attention": "errors units plugins spec kv kernels devices",
-    "config": "errors units plugins spec memory kv attention",
+    "config": "errors units plugins spec memory kv attention tiers",
     "layers": "errors units kernels",
-    "models": "errors units spec memory kv kernels attention layers devices",
+    "models": "errors units kept_files spec memory kv kernels attention layers devices",
     "engine.structured": "errors units sampling_params",
     "engine.sequence": "errors units kv sampling_params engine.structured",
     "engine.step_plan": "kv engine.sequence",
@@ -49,7 +50,7 @@ MAY_IMPORT = {
     "engine.interfaces": "kv engine.sequence engine.step_plan engine.scheduling",
     "engine.core": "errors units engine.sequence engine.step_plan engine.scheduling"
     " engine.scheduler engine.interfaces",
-    "engine": "errors units config spec memory kv attention models devices"
+    "engine": "errors units config spec memory kv tiers attention models devices"
     " sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.detokenizer engine.kv_sizing engine.kv_cache"
@@ -64,7 +65,7 @@ MAY_IMPORT = {
     "bench": "errors units traces kv sampling_params engine.step_plan engine.scheduling engine"
     " http planner",
     "compare": "errors units config spec kv models sampling_params engine.sequence engine figures",
-    "cli": "errors units traces config spec memory kv models sampling_params engine.sequence"
+    "cli": "errors units traces config spec memory kv tiers models sampling_params engine.sequence"
     " engine planner server figures compare bench http engine.kv_sizing devices",
 }
 
@@ -79,6 +80,8 @@ ONLY_IN = {
     "triton": {"attention"},
     "flashinfer": {"attention"},
     "numba": {"attention"},
+    "obstore": {"tiers"},
+    "mooncake": {"tiers"},
     "llvmlite": {"kernels", "attention", "layers"},
     "typer": {"cli"},
     "rich": {"cli"},
@@ -97,7 +100,7 @@ ONLY_IN = {
 
 # Importing these must not import torch: a planner or a command line answers in milliseconds.
 TORCH_FREE = (
-    *("errors", "units", "config", "spec", "memory", "kv"),
+    *("errors", "units", "kept_files", "config", "spec", "memory", "kv"),
     *("sampling_params", "engine.sequence", "engine.step_plan"),
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
     *("engine.interfaces", "engine.core", "engine.kv_cache"),

@@ -7,11 +7,11 @@ import torch
 
 from plugged import installed_examples
 
-_OPTION = {"backends": "attention_backend", "policies": "eviction_policy"}
+_OPTION = {"backends": "attention_backend", "policies": "eviction_policy", "tiers": "tier"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test of ``backends(…)`` or ``policies(…)`` once for each name, or for the one asked."""
+    """Run a test of ``backends(…)`` and the like once for each name, or for the one asked."""
     for kind, option in _OPTION.items():
         if mark := metafunc.definition.get_closest_marker(kind):
             asked = metafunc.config.getoption(option)

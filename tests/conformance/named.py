@@ -15,6 +15,7 @@ from quire.attention import BACKENDS
 from quire.kv import EVICTION_POLICIES, STRATEGIES
 from quire.memory import PROVIDERS, MemoryProvider, MemoryRequest
 from quire.plugins import Registry
+from quire.tiers import TIERS, TierAddress
 
 STRATEGY, PROVIDER = "QUIRE_TEST_STRATEGY", "QUIRE_TEST_PROVIDER"
 OPTIONS: Mapping[str, Registry[Any]] = MappingProxyType(
@@ -23,6 +24,7 @@ OPTIONS: Mapping[str, Registry[Any]] = MappingProxyType(
         "--provider": PROVIDERS,
         "--attention-backend": BACKENDS,
         "--eviction-policy": EVICTION_POLICIES,
+        "--tier": TIERS,
     }
 )
 
@@ -34,7 +36,8 @@ def choose(names: Mapping[str, str | None]) -> None:
     """
     for option, name in names.items():
         if name is not None:
-            OPTIONS[option].find(name, option)
+            kind = TierAddress.parse(name).kind if option == "--tier" else name
+            OPTIONS[option].find(kind, option)
     for variable, option in ((STRATEGY, "--strategy"), (PROVIDER, "--provider")):
         os.environ.pop(variable, None)
         if (name := names[option]) is not None:

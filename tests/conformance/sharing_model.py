@@ -26,7 +26,7 @@ TENANTS = (
     *[PrefixKeys()] * 5,
     PrefixKeys(salt="a"),
     PrefixKeys(salt="b"),
-    PrefixKeys(lora="a"),
+    PrefixKeys(lora="a" * 64),
     PrefixKeys(images=(CAT,)),
     PrefixKeys(images=(CAT, DOG)),
     PrefixKeys(salt="a", images=(DOG,)),

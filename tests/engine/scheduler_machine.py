@@ -47,7 +47,7 @@ EOS = 0
 HEADROOM = (0.0, 0.0, None, 1.0)
 PRICES = (None, Prices(step_s=1.0, token_s=1e-4), Prices(step_s=1.0, token_s=0.05))
 NextToken = Callable[[Sequence], int]
-TENANTS = (PrefixKeys(), PrefixKeys(), PrefixKeys(salt="a"), PrefixKeys(lora="a"))
+TENANTS = (PrefixKeys(), PrefixKeys(), PrefixKeys(salt="a"), PrefixKeys(lora="a" * 64))
 
 
 class Watch:

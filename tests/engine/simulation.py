@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -30,8 +31,10 @@ from quire.engine.cache_lock import CacheLock
 from quire.engine.core import Engine
 from quire.engine.elastic import Elastic
 from quire.engine.kv_cache import KVCache
+from quire.engine.offloading import BlockCopies, Staging, ThreadedCarrier, record_formats
 from quire.engine.sampling import LogitsSampler
 from quire.engine.scheduler import Drafts, Scheduler, SchedulerLimits
+from quire.engine.scheduling.offload_policy import LoadJob, OffloadPolicy
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.step_costs import Costs
 from quire.engine.scheduling.swap_space import SwapSpace
@@ -42,13 +45,28 @@ from quire.engine.swap.kv_store import MemoryKVStore
 from quire.engine.swap.swapper import Swapper
 from quire.errors import RequestTooLong
 from quire.kv import Accounting, CacheConfig, Storage, build_accounting, build_storage
+from quire.kv.interface import ExternalBlocks
 from quire.memory import FailingMemory, HostMemory
 from quire.memory.controller import MemoryController
 from quire.memory.machine.readings import MemoryReading
 from quire.memory.residency import HostResident
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.spec import FullAttention, Layer, ModelSpec, SlidingWindow
+from quire.tiers.guard import GuardedTier
+from quire.tiers.host_memory import HostMemoryTier
+from quire.tiers.record import Checksums
+from tiers.faulty import BYTE_FAULTS, FaultyTier
 
+CALLS = (
+    "error",
+    "full",
+    "short",
+    "lost",
+    "found",
+    "forgotten",
+    "twice",
+)  # faults that take no time
+IN_BLOCKS = [name for name, (strategy, _) in OPTIONS.items() if strategy in ("paged", "virtual")]
 VOCAB, EOS = 32, 0
 POISON, NO_NUMBER = 31, 30  # a prompt with such a token: its step fails, its logits are NaN
 LONGEST = 48
@@ -221,13 +239,84 @@ class Search:
             self.found.hear(output)
 
 
+class Attic:
+    """Records that one world leaves to the next, of each kind of cache."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[str, HostMemoryTier] = {}
+        self.num_loaded = self.num_hit_tokens = self.num_bad = 0
+
+    def tier(self, kind: str, record_bytes: int) -> HostMemoryTier:
+        if kind not in self._tiers:
+            self._tiers[kind] = HostMemoryTier(256 * record_bytes, record_bytes)
+            self._tiers[kind].close = lambda: None  # type: ignore[method-assign]
+        return self._tiers[kind]
+
+
+class Carrier(ThreadedCarrier):
+    """Loads and stores when the world lets it, and lies as tiers may."""
+
+    def __init__(self, kv: KVCache, attic: Attic, seed: int, stage: Stage) -> None:
+        accounting, self._stage = kv.accounting, stage
+        self._draw = draw = random.Random(seed)
+        assert isinstance(accounting, ExternalBlocks)
+        size = accounting.index.block_size
+        kind = f"{[type(group.spec).__name__ for group in accounting.groups]} {size}"
+        formats = record_formats(kv, sha256(kind.encode()).digest(), size, Checksums())
+        largest = max(form.num_bytes for form in formats)
+        faults = draw.choice([(), (), CALLS, (*CALLS, *BYTE_FAULTS)])
+        tiers = [
+            GuardedTier(
+                f"{number}",
+                FaultyTier(
+                    attic.tier(f"{number} {kind} {largest}", largest),
+                    seed=seed,
+                    faults=faults or CALLS,
+                    share=draw.choice([0.02, 0.2]) if faults else 0.0,
+                ),
+                formats,
+            )
+            for number in range(draw.randint(1, 2))
+        ]
+        staging = Staging(draw.choice([2, 8, 100]) * sum(form.num_bytes for form in formats))
+        copies = BlockCopies(kv)
+        super().__init__(accounting.groups, size, copies, tiers, staging, has_threads=False)
+
+    @property
+    def load_s_per_block(self) -> float:
+        return 0.0
+
+    @property
+    def store_s_per_block(self) -> float:
+        return 0.0
+
+    def loaded(self) -> list[LoadJob]:
+        self.work(loads=self._draw.random() < 0.6, stores=self._draw.random() < 0.6)
+        return super().loaded()
+
+    def wait(self, seconds: float) -> None:
+        self._stage.time_s += self._draw.random() * seconds
+        self.work()
+
+    def wait_for_room(self, seconds: float) -> None:
+        self.work(loads=False)
+        self._stage.time_s += seconds / 10
+
+    def close(self) -> None:
+        while not (self._to_load.empty() and self._to_store.empty()):
+            self.work()
+        super().close()
+
+
 class World:
     """One engine, from a seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, attic: Attic | None = None) -> None:
+        """With an ``attic`` blocks leave the pool, and come back from earlier worlds, too."""
         self.rng = rng = random.Random(seed)
+        self.attic = attic
         layers = rng.choice(["full", "hybrid"])
-        self.option = rng.choice(sorted(OPTIONS))
+        self.option = rng.choice(sorted(OPTIONS if attic is None else IN_BLOCKS))
         strategy, changed = OPTIONS[self.option]
         self.spec = spec = ModelSpec(
             model_type="simulated",
@@ -243,7 +332,7 @@ class World:
             max_num_seqs=self.max_num_seqs,
             capacity_bytes=self.capacity,
             page_bytes=self.host.page_bytes,
-            enable_prefix_caching=rng.random() < 0.8,
+            enable_prefix_caching=rng.random() < 0.8 or attic is not None,
             **changed,
         )
         memory = FailingMemory(self.host, failing=self.refused)
@@ -279,6 +368,17 @@ class World:
         self.engine = Engine(
             self.scheduler, self.kv, self.runner, self.sampler, drafter, swap, self.stage.now_s
         )
+        if attic is not None and isinstance(self.kv.accounting, ExternalBlocks):
+            self.carrier = Carrier(self.kv, attic, seed, self.stage)
+            if rng.random() < 0.8:  # computing takes longer than whatever the stage does
+                costs.recompute_s = lambda _: 1e6  # type: ignore[method-assign]
+            self.scheduler.offload = OffloadPolicy(
+                self.carrier,
+                self.kv.accounting,
+                costs,
+                self.stage.now_s,
+                write=random.Random(seed).choice(["auto", "always", "never"]),
+            )
         self.elastic = Elastic(
             self.kv,
             self.resident,
@@ -297,7 +397,8 @@ class World:
         """To the end. Returns: the number of steps."""
         num_steps, num_requests = 0, self.rng.randint(1, 8)
         comes = self.rng.choice([0.5, 0.15])
-        texts = [[1 + self.rng.randrange(20) for _ in range(LONGEST)] for _ in range(3)]
+        words = self.rng if self.attic is None else random.Random(self.rng.randrange(4))
+        texts = [[1 + words.randrange(20) for _ in range(LONGEST)] for _ in range(3)]
         refusals = self.rng.choice([0.0, 0.0, 0.05])
         while num_requests or self.scheduler.has_unfinished:
             assert num_steps < 5000, "it does not come to an end"
@@ -404,6 +505,8 @@ class World:
         assert not self.scheduler.num_waiting
         if not self.searches:  # whose tokens nothing reports
             self.check_statistics()
+        if self.scheduler.offload is not None:
+            self.check_offloading(self.scheduler.offload)
         assert self.kv.accounting.reset_prefix_cache()
         self.kv.carry_out()
         usage = self.kv.accounting.usage()
@@ -434,6 +537,24 @@ class World:
         hits = counted.prefix_hit_tokens + sum(counted.prefix_missed_tokens.values())
         assert hits <= counted.prefix_query_tokens
         assert sum(self.scheduler.waiting_by_reason.values()) == 0
+
+    def check_offloading(self, offload: OffloadPolicy) -> None:
+        """All staging memory is given back. What was counted is told to the attic."""
+        offload.close()
+        self.scheduler.offload = None
+        staging = self.carrier.staging
+        for job in self.carrier.loaded():  # whose sequence has ended meanwhile
+            self.carrier.release(job)
+        while not self.carrier._to_store.empty():
+            self.carrier.work()
+        assert staging.free_bytes == staging.capacity_bytes, "staging memory is lost"
+        assert not offload._jobs, "a job outlives its sequence"
+        assert not self.carrier._dropping, "what is to be dropped was not"
+        assert self.attic is not None
+        self.attic.num_hit_tokens += offload.counts.hit_tokens
+        for tier in self.carrier.tiers:
+            self.attic.num_loaded += tier.counts.num_loaded
+            self.attic.num_bad += sum(tier.counts.num_bad.values())
 
     def check_search(self, search: "Search") -> None:
         """What it found has the scores that the model gives; and if no beam was lost, it is all."""
@@ -499,9 +620,9 @@ class World:
                 return lone.output_token_ids
 
 
-def replay(seed: int) -> int:
+def replay(seed: int, attic: Attic | None = None) -> int:
     """Run one world. Raises: AssertionError naming the seed."""
     try:
-        return World(seed).run()
+        return World(seed, attic).run()
     except (AssertionError, Exception) as error:
         raise AssertionError(f"seed {seed}: {error!r}") from error

@@ -127,7 +127,8 @@ def test_others_than_those_that_wait_come_beside_the_one_that_computes() -> None
 @pytest.mark.parametrize("differ", ["salt", "adapter", "caching is off", "few tokens"])
 def test_none_waits_for_what_it_could_not_share(differ: str) -> None:
     one = scheduler(1000, caching=differ != "caching is off")
-    keys = {"salt": PrefixKeys(salt="a"), "adapter": PrefixKeys(lora="a")}.get(differ, PrefixKeys())
+    several = {"salt": PrefixKeys(salt="a"), "adapter": PrefixKeys(lora="a" * 64)}
+    keys = several.get(differ, PrefixKeys())
     text = range(BLOCK if differ == "few tokens" else 200)
     for n, own in enumerate([PrefixKeys(), keys]):
         one.add(asked(n, text, keys=own))

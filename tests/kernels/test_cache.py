@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from llvmlite import ir
 
+from quire import kept_files as kept
 from quire.kernels import compile as machine
-from quire.kernels import kernel_cache as kept
 from quire.kernels.compile import Kernels, native_isa
 from quire.kernels.language import I64, Code, Isa
 
@@ -107,7 +107,7 @@ def kept_file(folder: Path) -> Path:
 
 def begin_anew() -> None:
     """As the next process: it has not warned yet."""
-    kept.kept_code.cache_clear()
+    machine.kept_code.cache_clear()
 
 
 class OtherOwners:
@@ -245,6 +245,11 @@ def test_links_in_a_circle_end(tmp_path: Path, compiled: list[str]) -> None:
     assert compiled == ["answer"]
 
 
+def kept_size() -> int:
+    """Return the bytes of the largest file that is read: its content's, behind a digest."""
+    return machine.LARGEST_BYTES + 32
+
+
 def replaced_by(kind: str, path: Path) -> None:
     """Something else under a kept file's name."""
     content = path.read_bytes()
@@ -266,7 +271,7 @@ def replaced_by(kind: str, path: Path) -> None:
             os.mkfifo(path)
         case "huge":
             with path.open("wb") as file:
-                file.truncate(kept.LARGEST_BYTES + 1)
+                file.truncate(kept_size() + 1)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +282,7 @@ def replaced_by(kind: str, path: Path) -> None:
         ("no work", "LLVM cannot load what was kept for answer"),
         ("folder", "is no file: remove it"),
         ("pipe", "is no file: remove it"),
-        ("huge", f"has {kept.LARGEST_BYTES + 1} bytes: remove it"),
+        ("huge", f"has {kept_size() + 1} bytes: remove it"),
     ],
 )
 def test_what_is_no_machine_code_costs_a_warning(
@@ -341,6 +346,7 @@ MANY_PROCESSES = """
 import ctypes, os, sys, time, traceback
 from pathlib import Path
 
+from quire import kept_files as kept
 from quire.kernels import compile as machine
 from quire.kernels.language import I64, Code
 from quire.kernels.compile import Kernels, native_isa

@@ -64,7 +64,7 @@ def test_the_chain_is_as_the_reference_says() -> None:
     image = Image(content_id="cat", start=5, num_tokens=2)
     for keys, said in (
         (PrefixKeys(), rows[:3]),
-        (PrefixKeys(lora="poems-2", images=(image,)), rows[3:]),
+        (PrefixKeys(lora="0123456789abcdef" * 4, images=(image,)), rows[3:]),
     ):
         cache = Cache(FULL, num_blocks=9, keep_events=True)
         index, tokens = cache.blocks.index, [int(each) for row in said for each in row[0].split()]

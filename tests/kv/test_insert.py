@@ -92,7 +92,7 @@ class TestNames:
     def test_blocks_behind_a_hit_have_the_names_that_they_get(self) -> None:
         cache = Cache(FULL, num_blocks=20)
         cache.blocks.index.filled = []
-        keys = PrefixKeys(salt="a", lora="b")
+        keys = PrefixKeys(salt="a", lora="b" * 64)
         tokens = ids(span(0, 4 * SIZE + 2))
         cache.start(0, tokens[: 2 * SIZE + 1].tolist(), keys=keys)
         cache.add(1, keys)

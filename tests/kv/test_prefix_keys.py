@@ -2,28 +2,33 @@
 
 from itertools import permutations
 
+import numpy as np
 import pytest
 
-from kv.caches import FULL, STATE, Cache, sliding, span
+from kv.caches import FULL, SIZE, STATE, Cache, sliding, span
+from quire.errors import RequestError
 from quire.kv import NO_KEYS, Image, PrefixKeys
 from quire.spec import LayerSpec
+from quire.tiers.record import Checksums, Part, RecordFormat
+
+A, B, AB = "a" * 64, "b" * 64, "ab" * 32  # adapters
 
 WORLDS = [
     NO_KEYS,
     PrefixKeys(tenant="a"),
     PrefixKeys(salt="a"),
     PrefixKeys(salt="b"),
-    PrefixKeys(lora="a"),
-    PrefixKeys(lora="b"),
-    PrefixKeys(salt="a", lora="a"),
-    PrefixKeys(salt="b", lora="a"),
-    PrefixKeys(salt="a", lora="b"),
+    PrefixKeys(lora=A),
+    PrefixKeys(lora=B),
+    PrefixKeys(salt="a", lora=A),
+    PrefixKeys(salt="b", lora=A),
+    PrefixKeys(salt="a", lora=B),
 ]
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, sliding(5))])
 def test_worlds_never_see_each_other(specs: tuple[LayerSpec, ...]) -> None:
-    """vLLM: salt and adapter isolate, and a salt is never taken for an adapter's name."""
+    """vLLM: salt and adapter isolate, and a salt is never taken for an adapter."""
     cache = Cache(*specs, num_blocks=100)
     for seq_id, keys in enumerate(WORLDS):
         assert cache.start(seq_id, span(0, 10), keys=keys) == 0
@@ -37,7 +42,7 @@ def test_worlds_never_see_each_other(specs: tuple[LayerSpec, ...]) -> None:
 def test_not_even_a_part_of_a_block_is_seen() -> None:
     cache = Cache(FULL, num_blocks=10)
     cache.start(0, span(0, 8), keys=PrefixKeys(salt="a"))
-    for keys in (NO_KEYS, PrefixKeys(salt="b"), PrefixKeys(lora="a")):
+    for keys in (NO_KEYS, PrefixKeys(salt="b"), PrefixKeys(lora=A)):
         assert cache.lookup([0, 1, 2, 99], keys).num_tokens == 0
     assert cache.lookup([0, 1, 2, 99], PrefixKeys(salt="a")).num_tokens == 3
 
@@ -46,11 +51,11 @@ def test_keys_do_not_run_into_each_other() -> None:
     """Values that spell other tags: each is still its own."""
     cache = Cache(FULL, num_blocks=40)
     tricky = [
-        PrefixKeys(salt="a", lora="b"),
-        PrefixKeys(salt="a'), ('lora', 'b"),
-        PrefixKeys(salt="ab"),
-        PrefixKeys(lora="ab"),
-        PrefixKeys(salt="lora", lora="b"),
+        PrefixKeys(salt="a", lora=B),
+        PrefixKeys(salt=f"a'), ('lora', '{B}"),
+        PrefixKeys(salt=AB),
+        PrefixKeys(lora=AB),
+        PrefixKeys(salt="lora", lora=B),
     ]
     for seq_id, keys in enumerate(tricky):
         assert cache.start(seq_id, span(0, 5), keys=keys) == 0
@@ -165,4 +170,35 @@ def test_which_blocks_an_image_reaches_into() -> None:
         (("image", "cat@-5"), ("image", "dog@2")),
     )
     assert keys.of_root() == NO_KEYS.of_root() == NO_KEYS.of_blocks(4) == ()
-    assert PrefixKeys(salt="x", lora="y").of_root() == (("salt", "x"), ("lora", "y"))
+    assert PrefixKeys(salt="x", lora=A).of_root() == (("salt", "x"), ("lora", A))
+
+
+@pytest.mark.parametrize("lora", ["sql-writer", "a" * 63, "A" * 64, f"{A}\n", f"{A}{B}"])
+def test_an_adapters_name_is_refused(lora: str) -> None:
+    with pytest.raises(RequestError, match="must be 64 hex digits, a hash of the adapter's"):
+        PrefixKeys(lora=lora)
+
+
+def test_an_adapter_that_was_replaced_leaves_no_record_behind_that_is_read() -> None:
+    """Its blocks have other names in a tier, and other headers; going back, the old ones."""
+    form = RecordFormat(
+        bytes(32),
+        0,
+        SIZE,
+        [Part(layer=0, dtype="int8", order="heads first", shape=(8,), num_bytes=8)],
+        Checksums(),
+    )
+    found = []
+    for keys in (NO_KEYS, PrefixKeys(lora=A), PrefixKeys(lora=B), PrefixKeys(lora=A)):
+        cache = Cache(FULL, num_blocks=10)
+        cache.blocks.index.filled = []
+        cache.start(0, span(0, 2 * SIZE), keys=keys)
+        names = []
+        for node in np.concatenate(cache.blocks.index.filled).tolist():
+            identity = cache.blocks.index.identity(node)
+            assert identity is not None
+            names.append(form.name(form.header(identity)))
+        assert len(names) == 2
+        found.append(names)
+    assert found[1] == found[3]
+    assert len({name for names in found[:3] for name in names}) == 6

@@ -12,8 +12,8 @@ from quire.tiers.record import Checksums, KeyedSeal, Part, RecordFormat, Seal
 KEY = bytes(range(32))
 SEALS: list[Seal] = [Checksums(), KeyedSeal(KEY)]
 PARTS = (
-    Part(layer=0, dtype="bfloat16", shape=(2, 4, 8), num_bytes=128),
-    Part(layer=1, dtype="int8", shape=(2, 4, 8), num_bytes=96),
+    Part(layer=0, dtype="bfloat16", order="heads first", shape=(2, 4, 8), num_bytes=128),
+    Part(layer=1, dtype="int8", order="heads first", shape=(2, 4, 8), num_bytes=96),
 )
 BLOCK = BlockIdentity(
     parent=bytes(32),

@@ -34,8 +34,14 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench": "Measure throughput and latency, and print the table of vllm bench serve.",
         "top": "Watch a server's KV memory: its sequences, their blocks, and tokens per second.",
         "doctor": "Show this machine's memory, how much of it the KV cache may take, and why.",
+        "cache": "List, check, prune and export the blocks that a folder keeps (--kv-tier "
+        "file:PATH).",
     }
 )
+
+
+# Commands that have commands of their own, which their function makes.
+GROUPS = frozenset({"cache"})
 
 
 class _Commands(TyperGroup):
@@ -68,16 +74,24 @@ def command_line(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
             app.command(name, help=help)(_listed)
             continue
         module = import_module(f"quire.cli.{name.replace('-', '_')}")
+        if name in GROUPS:
+            app.add_typer(getattr(module, name)(), name=name, help=help)
+            continue
         command: Callable[..., None] = getattr(module, name.replace("-", "_"))
-        # One line per paragraph, so that the terminal and not the source decides where lines break.
-        paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
-        text = "\n\n".join(
-            each.replace("\b\n", "\b\nExamples:\n") if "\b" in each else each.replace("\n", " ")
-            for each in paragraphs
-            if not each.startswith("Raises:")
-        )
-        app.command(name, cls=_class_of(name), help=text)(command)
+        app.command(name, cls=_class_of(name), help=help_of(command))(command)
     return app
+
+
+def help_of(command: Callable[..., None]) -> str:
+    """Return the help that a command's docstring is.
+
+    A paragraph is one line, so that the terminal and not the source decides where lines break.
+    """
+    return "\n\n".join(
+        each.replace("\b\n", "\b\nExamples:\n") if "\b" in each else each.replace("\n", " ")
+        for each in cleandoc(command.__doc__ or "").split("\n\n")
+        if not each.startswith("Raises:")
+    )
 
 
 def _class_of(name: str) -> type[TyperCommand] | None:

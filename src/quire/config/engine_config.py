@@ -15,6 +15,7 @@ from quire.errors import ConfigError
 from quire.kv import DEFAULT_POLICY, EVICTION_POLICIES, STRATEGIES
 from quire.memory import PROVIDERS
 from quire.memory.budget import BUDGETS
+from quire.tiers import TIERS, TierAddress
 from quire.units import parse_bytes
 
 # -- speculative decoding --------------------------------------------------------------------------
@@ -64,6 +65,8 @@ class SpeculativeConfig:
 
 log = logging.getLogger(__name__)
 
+TIERS_PANEL = "Tiers"  # the help panel of options for blocks outside the KV memory
+
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 # vLLM's names of the dtypes for keys and values (and float32) → a layer spec's name. None: the
@@ -79,6 +82,14 @@ KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
         "int8_per_token_head": "int8",
     }
 )
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    """Parse addresses of tiers with spaces between them. Raises: ConfigError."""
+    addresses = tuple(text.split())
+    for address in addresses:
+        TierAddress.parse(address)
+    return addresses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +176,42 @@ class EngineConfig:
         None,
         "Folder for a temporary file that is used as --swap-space, instead of memory.",
         panel=ADVANCED,
+    )
+    kv_tier: tuple[str, ...] = option(
+        (),
+        "Place for blocks outside the KV memory, which keeps prefixes over restarts or for several "
+        "servers: file:PATH?size=50GiB&age=7d, memory:?size=4GiB, redis://HOST, s3://BUCKET, or "
+        "one that a package adds. May be given several times, the nearest first.",
+        secret=True,  # an address may hold a password
+        flag_type=list[str] | None,
+        parse=_addresses,
+        panel=TIERS_PANEL,
+    )
+    kv_tier_key: str | None = option(
+        None,
+        "File with a secret key of at least 32 bytes. With it, records in tiers that others share "
+        "are sealed: only holders of the key can read or write them (needs quire[tiers]).",
+        panel=TIERS_PANEL,
+    )
+    kv_tier_trusted: bool = option(
+        False,
+        "Use shared tiers without --kv-tier-key. Who can write to them then chooses this server's "
+        "answers.",
+        panel=TIERS_PANEL,
+    )
+    kv_tier_write: Literal["auto", "always", "never"] = option(
+        "auto",
+        "Blocks that are stored in tiers: auto (those that are likely to be asked for again, by "
+        "what storing and computing cost), always (all), never (tiers are only read).",
+        panel=TIERS_PANEL,
+    )
+    kv_offloading_size: int = option(
+        0,
+        "Host memory for blocks outside the KV memory, as the nearest tier: in bytes or e.g. 4GiB "
+        "(quire serve reads 4 as 4GiB, as vLLM does).",
+        flag_type=str,
+        parse=parse_bytes,
+        panel=TIERS_PANEL,
     )
     kv_cache_memory_bytes: int | None = option(
         None,
@@ -271,6 +318,7 @@ class EngineConfig:
             )
         one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority", "shortest"))
         in_range("swap_space", self.swap_space, 0, 2**63)
+        self._check_tiers()
         if self.swap_path is not None and not self.swap_space:
             raise ConfigError(f"swap_path={self.swap_path!r} needs swap_space, its size in bytes")
         one_of("budget", self.budget, tuple(BUDGETS))
@@ -294,6 +342,22 @@ class EngineConfig:
         if self.quantization is not None:
             one_of("quantization", self.quantization, ("int8",))
         one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
+
+    def _check_tiers(self) -> None:
+        in_range("kv_offloading_size", self.kv_offloading_size, 0, 2**63)
+        for address in self.tiers:
+            TIERS.require(address.kind, "kv_tier")
+        one_of("kv_tier_write", self.kv_tier_write, ("auto", "always", "never"))
+        if self.kv_tier_key is not None and not self.kv_tier:
+            raise ConfigError(f"kv_tier_key={self.kv_tier_key!r} needs kv_tier, a shared one")
+
+    @property
+    def tiers(self) -> tuple[TierAddress, ...]:
+        """Where blocks outside the KV memory go, the nearest first."""
+        addresses = [TierAddress.parse(text) for text in self.kv_tier]
+        if self.kv_offloading_size:
+            addresses.insert(0, TierAddress.parse(f"memory:?size={self.kv_offloading_size}"))
+        return tuple(addresses)
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":

@@ -96,7 +96,10 @@ def number(text: str, kind: type[float]) -> float:
 
 
 def kernel_dir() -> Path | None:
-    """Return the folder for compiled kernels that QUIRE_CACHE_DIR or XDG_CACHE_HOME names."""
+    """Return the folder that QUIRE_CACHE_DIR or XDG_CACHE_HOME names, for what starts keep.
+
+    These are compiled kernels and hashes of weights.
+    """
     for name, inside in (("QUIRE_CACHE_DIR", "."), ("XDG_CACHE_HOME", "quire")):
         if os.environ.get(name):
             return Path(os.environ[name]) / inside

@@ -16,9 +16,9 @@ from quire.memory import MemoryProvider
 from quire.memory.by_device import give_back_kept, memory_for
 from quire.models.executors.choice import hides_errors
 from quire.models.executors.small_copy import small_copy
-from quire.models.fingerprint import ModelFingerprint
 from quire.models.fused_modules import FusedModules
 from quire.models.loader import LoadedModel
+from quire.models.model_watch import ModelWatch
 from quire.spec import ModelSpec
 from quire.units import format_bytes, format_count
 
@@ -72,7 +72,7 @@ def assemble(
     kv = KVCache(make_pair, team)
     # A rank's part of a layer has no stand-in: its call joins it to the other ranks' parts.
     can_exchange = team is None and loaded.device.type == "cpu"
-    watch = ModelFingerprint(loaded.model, is_private=loaded.is_private)
+    watch = ModelWatch(loaded.model, is_private=loaded.is_private)
     stand_ins = FusedModules(loaded.model, kernel_dir(), watch) if can_exchange else None
     try:
         runner = ModelRunner(

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from quire.engine.fallbacks import OtherAttention
 from quire.engine.kv_budget import cache_config, kv_ledger, named_memory
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_sizing import stored_spec
+from quire.engine.offloading import make_offloading
 from quire.engine.parallel.leader import LeaderGroup
 from quire.engine.parallel.model_part import PartedModel, load_parts
 from quire.engine.profile import StepBytes, measured_step_bytes
@@ -148,6 +150,9 @@ def _built(
             swap = make_swap_store(
                 kv, config.swap_path, costs, sizes.max_model_len, loaded.device, around=around
             )
+        offload = make_offloading(config, loaded, kv, costs, perf_counter)
+        if offload is not None:
+            undo.callback(offload.close)
         sampler = LogitsSampler(config.seed, _eos_token_ids(loaded))
         if device.type != "cpu":
             sampler.try_out(device, loaded.model.dtype, loaded.vocab_size)
@@ -171,6 +176,7 @@ def _built(
         swap=SwapSpace(config.swap_space),
         costs=costs,
         statistics=statistics,
+        offload=offload,
     )
     return BuiltEngine(
         spec=spec,

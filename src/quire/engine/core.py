@@ -41,6 +41,7 @@ class Engine:
         self.clock = clock
         self.watch: Callable[[StepPlan], None] | None = None  # sees each plan before it is run
         self._has_failed = False  # in the last step
+        self._step_s = 0.0  # seconds of the last step
         self._refused_at = (-1, 0)  # id and tokens of a sequence that was refused pages alone
 
     def step(self) -> list[TokenOutput]:
@@ -68,12 +69,14 @@ class Engine:
             if output.finish_reason is not None:
                 self._forget(output.sequence)
         self._settle()  # frees at once what the ended sequences held
+        self.store_blocks()
         return outputs
 
     def _step(self) -> list[TokenOutput]:
         # A beam search decides between two steps. Saved entries must lie where accounting says
         # before the plan saves others of the same sequence.
         self._settle()
+        self._bring()
         drafts = self.drafter.propose(self.scheduler.decoding) if self.drafter else NO_DRAFTS
         plan = self.scheduler.plan(drafts)
         self._swap_out(plan)
@@ -82,6 +85,8 @@ class Engine:
             self._begin_with_less(plan, self._kv.refusal)
             plan = _NOTHING
         plan = self._swap_in(plan)
+        if not plan.chunks:
+            self._wait_for_tiers()
         if self.watch is not None:
             self.watch(plan)
         started_s = self.clock()
@@ -91,6 +96,8 @@ class Engine:
             raise
         except ModelChanged as change:
             log.info("%s: all tokens are computed again", change)
+            if self.scheduler.offload is not None:
+                self.scheduler.offload.stop(str(change))
             self.scheduler.drop_saved()
             self.begin_anew()
             plan, sampled = _NOTHING, []
@@ -102,8 +109,9 @@ class Engine:
             else:
                 plan, sampled = self._compute_one_by_one(plan)
         self.scheduler.statistics.now_s = now_s = self.clock()
+        self._step_s = now_s - started_s
         self.scheduler.costs.note_step(
-            plan.num_tokens, len(plan.chunks), plan.num_read, now_s - started_s
+            plan.num_tokens, len(plan.chunks), plan.num_read, self._step_s
         )
         return self.scheduler.update(plan, sampled)
 
@@ -127,6 +135,8 @@ class Engine:
             closing.callback(self._runner.close)
             if self._swap is not None:
                 closing.callback(self._swap.close)
+            if self.scheduler.offload is not None:
+                closing.callback(self.scheduler.offload.close)
             if self.drafter is not None:
                 closing.callback(self.drafter.close)
 
@@ -197,6 +207,35 @@ class Engine:
         for chunk in lost:
             self.scheduler.lose(chunk.sequence)
         return StepPlan.of(chunk for chunk in plan.chunks if chunk not in lost) if lost else plan
+
+    def _bring(self) -> None:
+        """Insert the blocks that have come from tiers. Raises: MemoryUnavailable."""
+        if self.scheduler.offload is not None:
+            self.scheduler.offload.bring(self._carry_out, step_s=self._step_beside)
+            if self._kv.refusal is not None:
+                self._begin_with_less(_NOTHING, self._kv.refusal)
+
+    def store_blocks(self) -> bool:
+        """Copy blocks out that tiers are to keep, between two steps. Return False if some wait."""
+        offload = self.scheduler.offload
+        if offload is None:
+            return True
+        offload.store(step_s=self._step_beside)
+        return not offload.has_more
+
+    def _wait_for_tiers(self) -> None:
+        """Wait where no sequence can be computed before an answer of a tier, or its deadline."""
+        if self.scheduler.offload is not None:
+            self.scheduler.offload.wait()
+
+    @property
+    def _step_beside(self) -> float | None:
+        """Return the seconds of a step, if sequences run that must not be slowed down."""
+        return self._step_s if self.scheduler.num_running else None
+
+    def _carry_out(self) -> bool:
+        self._kv.carry_out()
+        return self._kv.refusal is None
 
     def _settle(self) -> None:
         """Carry out what was decided since the last plan. Raises: MemoryUnavailable."""

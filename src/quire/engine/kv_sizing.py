@@ -12,14 +12,17 @@ from quire.kv import STRATEGIES, CacheConfig
 from quire.kv.layout import attention_groups, slot_bytes, stacking, suited_to
 from quire.memory.budget import Footprint, Ledger, Needs, make_ledger
 from quire.memory.machine import Machine
-from quire.spec import Group, KeptWhole, ModelSpec, RecurrentState
-from quire.units import format_count
+from quire.spec import ChunkedAttention, Group, KeptWhole, ModelSpec, RecurrentState, SlidingWindow
+from quire.units import format_count, parse_bytes
 
 _SHORT_TOKENS = 128  # a prompt and an answer: a smaller cache is of no use
 # Libraries, compiled kernels and threads take addresses after sizing: 345 MiB with two threads,
 # most of it stacks and arenas of malloc, and more with others. It matters only under ulimit -v.
 _LATER_ADDRESS_BYTES = 640 * 2**20
 _SWAP_PIECE_BYTES = 32 * 2**20  # copied at once, at least
+_LEAST_STAGING_BYTES = 64 * 2**20
+_STAGED_BLOCKS = 16
+_ENDLESS_TOKENS = 2**30  # longer than any window
 _ALIGNMENT_BYTES = 64  # of a layer's parts, four at most
 
 
@@ -84,6 +87,7 @@ def kv_needs(
         address_bytes=_LATER_ADDRESS_BYTES + _window_bytes(config, spec, longest),
         addresses_per_byte=(2 if strategy.maps_pages else 1) * len(spec.groups),
         context_tokens=longest,
+        tier_bytes=0 if on_gpu else tier_bytes(config, spec.groups),
         least_bytes=least_tokens * spec.bytes_per_token + one_state,
         most_bytes=_most_bytes(config, spec, longest, page_bytes) + state_bytes,
         state_bytes=state_bytes,
@@ -137,6 +141,36 @@ def swap_buffer_bytes(groups: Iterable[Group], longest: int) -> int:
         for group in groups
     )
     return max(_SWAP_PIECE_BYTES, max(layers) + _ALIGNMENT_BYTES)
+
+
+def tier_bytes(config: EngineConfig, groups: Iterable[Group]) -> int:
+    """Return the bytes of host memory that tiers take: their own, and those of blocks on the way.
+
+    Raises: ConfigError.
+    """
+    if not config.tiers:
+        return 0
+    in_memory = (
+        address.option("size", parse_bytes, 0)
+        for address in config.tiers
+        if address.kind == "memory"
+    )
+    return sum(in_memory) + staging_bytes(groups, config.block_size)
+
+
+def staging_bytes(groups: Iterable[Group], block_size: int) -> int:
+    """Return the bytes through which blocks go to tiers and come back.
+
+    They hold some blocks of all groups, and twice what a sequence reads of windows.
+    """
+    several = tuple(groups)
+    blocks = sum(group.block_bytes(block_size) for group in several)
+    windows = sum(
+        group.peak_bytes(_ENDLESS_TOKENS, block_size)
+        for group in several
+        if isinstance(group.spec, SlidingWindow | ChunkedAttention)
+    )
+    return max(_LEAST_STAGING_BYTES, _STAGED_BLOCKS * blocks + 2 * windows)
 
 
 def longest_tokens(config: EngineConfig, name: str, spec: ModelSpec) -> int:

@@ -165,6 +165,9 @@ class LLM:
         if self.kv_events is not None:
             self._elastic.after_idle = partial(self.kv_events.take_from, parts.kv)
         self._most_bytes = parts.most_bytes
+        if (offload := parts.engine.scheduler.offload) is not None:
+            offload.store_when_idle(partial(_store_when_idle, weakref.ref(self)))
+            weakref.finalize(self, offload.close)
         self._source_prompts = parts.source_prompts
         self.embeddings = Poolable.of(loaded)
         begins = () if parts.source_prompts is None else parts.source_prompts.text_begins
@@ -319,9 +322,13 @@ class LLM:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Drop the blocks that are kept for later prompts. Return False while a request runs.
 
-        With ``reset_running_requests`` running requests compute their tokens again.
+        With ``reset_running_requests`` running requests compute their tokens again. Records in
+        tiers stay, but for a model in memory whose weights are not what they were: tiers are not
+        used any more then, since its records would be another model's.
         """
         with self._elastic.lock:
+            if self.engine.scheduler.offload is not None:
+                self.engine.scheduler.offload.check_model()
             if reset_running_requests:
                 while self.engine.scheduler.preempt_youngest(spare_oldest=False):
                     pass
@@ -672,3 +679,17 @@ class LLM:
                     yield deltas.popleft()
         finally:
             self.abandon(sequences)
+
+
+def _store_when_idle(llm_ref: "weakref.ref[LLM]") -> bool:
+    """Store blocks for tiers, unless a thread uses the cache. Return False if some are left."""
+    llm = llm_ref()
+    if llm is None or llm.is_closed:
+        return True
+    lock = llm._elastic.lock
+    if not lock.acquire(blocking=False):
+        return False
+    try:
+        return llm.is_closed or llm.is_sleeping or llm.engine.store_blocks()
+    finally:
+        lock.release()

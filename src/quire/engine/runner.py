@@ -31,9 +31,9 @@ from quire.models.cuda_graphs import CapturedDecodes
 from quire.models.executors.choice import WAYS, Trial, Way, limit_for, make_way
 from quire.models.executors.encoder_source import Source, kept_sources
 from quire.models.executors.hooks import PackedStep, make_step
-from quire.models.fingerprint import ModelFingerprint
 from quire.models.fused_modules import FusedModules
 from quire.models.loader import LoadedModel
+from quire.models.model_watch import ModelWatch
 from quire.models.states.recurrent_layers import RecurrentLayers
 from quire.models.states.state_batch import make_state_batch, state_groups
 from quire.models.step_inputs import HostInputs, Inputs
@@ -56,13 +56,13 @@ class ModelRunner:
         backend: AttentionBackend,
         stand_ins: FusedModules | None = None,  # of the model
         ranks: LeaderGroup | None = None,  # that have other parts of it
-        watch: ModelFingerprint | None = None,  # the stand-ins' own, if there are any
+        watch: ModelWatch | None = None,  # the stand-ins' own, if there are any
         *,
         records: bool = True,  # passes over few tokens, where there are stand-ins
     ) -> None:
         layers = loaded.spec.recurrent_layers
         self._loaded, self._stand_ins, self._records = loaded, stand_ins, records
-        self._watch = watch or (stand_ins.watch if stand_ins else ModelFingerprint(loaded.model))
+        self._watch = watch or (stand_ins.watch if stand_ins else ModelWatch(loaded.model))
         self._model: Way | None = None
         self.way = ""  # in which the model runs: one of ``WAYS``, once one is chosen
         # Makes pages for the next step ready while a device computes this one: a driver takes long

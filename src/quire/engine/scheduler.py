@@ -19,10 +19,11 @@ import numpy as np
 
 from quire.engine.scheduling.admission import Admission, InBatchPrefixes
 from quire.engine.scheduling.headroom import RunningSet
+from quire.engine.scheduling.offload_policy import OffloadPolicy
 from quire.engine.scheduling.plan_builder import NO_DRAFTS, Drafts, FaultIsolation, PlanBuilder
 from quire.engine.scheduling.policy import POLICIES, SchedulerLimits
 from quire.engine.scheduling.queues import Queues, WaitingReason
-from quire.engine.scheduling.slot_allocator import AllocationFailure, SlotAllocator
+from quire.engine.scheduling.slot_allocator import AllocationFailure, Attempt, SlotAllocator
 from quire.engine.scheduling.step_costs import Costs
 from quire.engine.scheduling.swap_space import SwapSpace, num_bytes, readable_tokens, slots_of
 from quire.engine.sequence import FinishReason, Request, Sequence
@@ -74,8 +75,10 @@ class Scheduler:
         swap: SwapSpace | None = None,
         costs: Costs | None = None,
         statistics: Statistics | None = None,
+        offload: OffloadPolicy | None = None,
     ) -> None:
         self.limits = limits
+        self.offload = offload  # which asks tiers for what newcomers do not find cached
         self.token_budget = limits.max_num_batched_tokens  # of a step at present: at least 1
         self.statistics = statistics or Statistics(limits.max_model_len)
         self.swap = swap or SwapSpace()
@@ -247,6 +250,10 @@ class Scheduler:
             heir, *others = self._queues.part(sequence)
             self._lead(heir, others)
         self.swap.release(sequence)
+        if self.offload is not None:
+            self.offload.forget(sequence)
+            if sequence.fault == "model":
+                self.offload.drop(sequence)
         self._accounting.free(sequence.seq_id, forget=sequence.fault == "model")
 
     def fail(self, sequence: Sequence, detail: str, reason: FinishReason = "error") -> None:
@@ -290,6 +297,8 @@ class Scheduler:
     def restart(self, accounting: Accounting) -> None:
         """Let every sequence begin anew in an empty cache. Saved entries stay in swap."""
         self._room.accounting = accounting
+        if self.offload is not None:
+            self.offload.use(accounting)
         for save in self._drain_saves():
             self.swap.release(save.sequence)
         for sequence in self._queues.all_wait(accounting):
@@ -447,6 +456,9 @@ class Scheduler:
                 return False
             attempt = self._room.look_up(newcomer, step.budget)
             if displaces is None:
+                if self._waits_for_tiers(newcomer, attempt):
+                    self._queues.num_held_back += 1
+                    return True
                 num_found = self._in_batch.holds_back(step, newcomer, attempt)
                 if num_found:
                     self._queues.num_held_back += 1
@@ -467,6 +479,8 @@ class Scheduler:
                     newcomer.most_found_tokens = -1
                     self._queues.come(newcomer)
                     self._admission.note_came(newcomer)
+                    if self.offload is not None:
+                        self.offload.note_admitted(newcomer, attempt.hit)
                     step.add([answer])
                     return True
                 if answer.final:
@@ -479,6 +493,12 @@ class Scheduler:
                 return False
             step.withdraw_drafts(self._accounting)
             self._preempt(self._victim(worse), f"sequence {newcomer.seq_id}")
+
+    def _waits_for_tiers(self, newcomer: Sequence, attempt: Attempt) -> bool:
+        """Return whether blocks that a newcomer would compute are on their way from tiers."""
+        return self.offload is not None and self.offload.holds_back(
+            newcomer, attempt.token_ids, attempt.hit
+        )
 
     @property
     def _num_seats_taken(self) -> int:
@@ -497,7 +517,8 @@ class Scheduler:
 
         Return False if there are not both.
         """
-        if not (self._queues.running and self._queues.waiting):
+        # What waits for a prefix or for tiers needs no room yet.
+        if not (self._queues.running and self._queues.num_waiting_for_room):
             return False
         enough = self._accounting.held_bytes - self._lacking_bytes
         while self._queues.running:

@@ -1,6 +1,6 @@
 """From a kernel's LLVM code to an address that can be called, once for each machine.
 
-Compiled code is kept on disk (``kernel_cache``) under a name that covers the sources, the compiler,
+Compiled code is kept on disk (``kept_files``) under a name that covers the sources, the compiler,
 the CPU and the kernel, so the next process only loads it.
 """
 
@@ -17,11 +17,12 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from quire.kernels.kernel_cache import kept_code
+from quire.kept_files import KeptFiles, own_folder
 from quire.kernels.language import Isa
 
 log = logging.getLogger(__name__)
 
+LARGEST_BYTES = 64 * 2**20  # of a kernel's code, which has tens of KiB
 _LOCK = threading.Lock()  # LLVM's own state is one for the process
 
 
@@ -62,7 +63,7 @@ class Kernels:
         self, isa: Isa, folder: Path | None = None, *, sources: Path | None = None
     ) -> None:
         self.isa = isa
-        self._kept = kept_code(_own_folder() if folder is None else folder)
+        self._kept = kept_code(own_folder() if folder is None else folder)
         self._sources = Path(__file__).parent if sources is None else sources
         self._loaded: dict[str, tuple[llvm.ResourceTracker, int]] = {}
 
@@ -107,12 +108,12 @@ def _linked(key: str, isa: Isa, image: bytes) -> tuple[llvm.ResourceTracker, int
     return library, library["work"]
 
 
-def _own_folder() -> Path | None:
-    """Return the folder in the user's home; None for a user without one."""
-    try:
-        return Path("~/.cache/quire").expanduser()
-    except RuntimeError:
-        return None
+@cache
+def kept_code(folder: Path | None) -> KeptFiles:
+    """Return this process's compiled kernels of a folder; None: there is no folder."""
+    return KeptFiles(
+        folder, ".o", largest_bytes=LARGEST_BYTES, loss="this process compiles its kernels again"
+    )
 
 
 @cache

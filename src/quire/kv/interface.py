@@ -496,7 +496,7 @@ class BlockEventSource(Protocol):
 
 
 @runtime_checkable
-class BlockAccounting(Protocol):
+class ExternalBlocks(Accounting, Protocol):
     """What accounting does besides where its blocks may come from outside, and go there."""
 
     index: PrefixIndex
@@ -507,6 +507,10 @@ class BlockAccounting(Protocol):
         """Name the full blocks of a prompt (i32[n]) behind the hit of an empty sequence."""
         ...
 
+    def computed_blocks(self, seq_id: int) -> list[BlockIdentity]:
+        """Name a sequence's full blocks, from its first one on."""
+        ...
+
     def reserve_blocks(
         self, pin_id: int, token_ids: TokenIds, keys: PrefixKeys = NO_KEYS
     ) -> list[tuple[int, Ids]] | None:
@@ -514,8 +518,8 @@ class BlockAccounting(Protocol):
 
         Returns: for each group the first column that is to be filled, and the blocks from there
         on: those that a sequence which begins behind the prefix reads. The caller writes whole
-        blocks, and calls ``insert_blocks`` or ``free``. None: all of it is cached, or there is no
-        room, and nothing has changed.
+        blocks, and calls ``insert_blocks`` or ``free``. Empty if all of it is cached; None if there
+        is no room. Nothing has changed then.
         """
         ...
 
@@ -530,6 +534,11 @@ class BlockAccounting(Protocol):
 @runtime_checkable
 class BlockBytes(Protocol):
     """What storage does besides where whole blocks can be copied out and in."""
+
+    @property
+    def block_order(self) -> str:
+        """Return a name, of up to 12 characters, for the order of the bytes in a block."""
+        ...
 
     def block_rows(self, group: int) -> "list[Tensor]":
         """Return where a group's blocks lie, by block id: u8[blocks, bytes] each, any strides.

@@ -291,6 +291,10 @@ class BlockCoordinator:
         """Name the full blocks of a prompt (i32[n]) behind the hit of an empty sequence."""
         return self._cache.following(self.tables.rows[seq_id], token_ids, hit)
 
+    def computed_blocks(self, seq_id: int) -> list[BlockIdentity]:
+        """Name a sequence's full blocks, from its first one on."""
+        return self._cache.computed(self.tables.rows[seq_id])
+
     def reserve_blocks(
         self, pin_id: int, token_ids: TokenIds, keys: PrefixKeys = NO_KEYS
     ) -> list[tuple[int, Ids]] | None:
@@ -298,8 +302,8 @@ class BlockCoordinator:
 
         Returns: for each group the first column that is to be filled, and the blocks from there
         on: those that a sequence which begins behind the prefix reads. The caller writes whole
-        blocks, and calls ``insert_blocks`` or ``free``. None: all of it is cached, or there is no
-        room, and nothing has changed.
+        blocks, and calls ``insert_blocks`` or ``free``. Empty if all of it is cached; None if there
+        is no room. Nothing has changed then.
         """
         self._announce(pin_id, keys)
         row, end = self.tables.rows[pin_id], len(token_ids)
@@ -307,7 +311,7 @@ class BlockCoordinator:
         external = end - hit.num_tokens
         if not external or self.allocate(pin_id, end, hit=hit, external_tokens=external) != FITS:
             self.free(pin_id)
-            return None
+            return None if external else []
         first = hit.num_tokens // self.tables.block_size
         reserved = []
         for number in self._numbers:

@@ -314,6 +314,12 @@ class PrefixCache:
         root, extras = self._tail_nodes[row], self._extras[row]
         return self._index.following(hit.tail, root, data, extras[first:])
 
+    def computed(self, row: int) -> list[BlockIdentity]:
+        """Name the full blocks of a sequence, from its first one on."""
+        path = self._index.path(self._index.row(self._tail_nodes[row]))
+        blocks = [self._index.identity(self._index.node(each)) for each in path]
+        return [block for block in blocks if block is not None]
+
     def adopt(self, row: int, hit: PrefixHit) -> None:
         """Begin a sequence with this prefix, whose blocks it holds."""
         self._index.incref(hit.tail)

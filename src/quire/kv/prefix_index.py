@@ -11,6 +11,7 @@ early blocks first, and the index still finds what follows them.
 Source: SGLang's radix cache compares token ids too; the chained SHA-256 is as vLLM's block hash.
 """
 
+import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from quire.errors import RequestError
 from quire.kv.eviction import Prints
 from quire.kv.eviction_queue import Ids
 
@@ -94,6 +96,7 @@ class PrefixIndex:
         # Nodes (i64[n]) that got a block, in order, since a reader last took the list; None: no
         # reader has asked for them.
         self.filled: list[Ids] | None = None
+        self.block_size = block_size  # tokens
         self.block_bytes = TOKEN_BYTES * block_size  # of a full block's token ids
         self._ids: dict[BlockKey, int] = {}
         self._num_created = 0
@@ -165,6 +168,10 @@ class PrefixIndex:
     def row(self, node: int) -> int:
         """Return a node's row."""
         return node & _ROW
+
+    def node(self, row: int) -> int:
+        """Return the node in a row."""
+        return self._ids[self._key(row)]
 
     def tokens(self, row: int) -> bytes:
         """Return a node's token ids, as int32 bytes."""
@@ -435,8 +442,7 @@ class PrefixIndex:
 
     def _nodes_of(self, rows: Ids) -> Ids:
         """Return the nodes i64[n] in these rows i64[n]."""
-        ids, keys = self._ids, self._keys
-        return np.array([ids[keys[row]] for row in rows.tolist()], np.int64)
+        return np.array([self.node(row) for row in rows.tolist()], np.int64)
 
     def _stored(self, group: int, row: int) -> BlockStored:
         parent = self.row(self._key(row)[0])
@@ -528,9 +534,10 @@ def _doubled(array: npt.NDArray[_Number], fill: int) -> npt.NDArray[_Number]:
 # -- prefix keys -----------------------------------------------------------------------------------
 
 # Besides token ids, a tenant, a salt, an adapter and images tell prefixes apart. Each is tagged, so
-# that an adapter's name never equals a salt.
+# that an adapter never equals a salt.
 
 SECRETS = frozenset(("tenant", "salt"))  # tags of keys that are told to no one
+_IS_CONTENT = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -548,8 +555,19 @@ class PrefixKeys:
 
     tenant: str = ""  # made from a caller's key: tenants never see each other's blocks
     salt: str = ""  # a caller's own secret, which divides what it has once more
-    lora: str = ""  # the adapter that computes keys and values: name and version
+    lora: str = ""  # what the adapter that computes keys and values has in it: 64 hex digits
     images: tuple[Image, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse an adapter's name, which another adapter may bear tomorrow. Raises: RequestError.
+
+        Blocks outlive the process in which a name had its meaning.
+        """
+        if self.lora and not _IS_CONTENT.fullmatch(self.lora):
+            raise RequestError(
+                f"lora={self.lora[:80]!r} must be 64 hex digits, a hash of the adapter's weights "
+                f"and options (quire.models.model_content.adapter_content), and not its name"
+            )
 
     def of_root(self) -> Extra:
         """Return the keys that hold for every block."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.attention import AttentionBatch, Replays
 from quire.devices import staged_bytes, to_device
 from quire.errors import one_line
-from quire.models.fingerprint import ModelFingerprint
+from quire.models.model_watch import ModelWatch
 from quire.models.states.state_batch import StateBatch
 from quire.models.step_inputs import HostInputs, Inputs, batch_arrays, place_batches
 from quire.units import ceil_div, format_bytes, format_count
@@ -159,7 +159,7 @@ class CapturedDecodes:
 
     def __init__(
         self,
-        watch: ModelFingerprint,  # which looks at the model before each step
+        watch: ModelWatch,  # which looks at the model before each step
         run: Run,
         replays: Replays,
         device: torch.device,

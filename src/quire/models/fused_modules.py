@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from quire.layers.cpu import CpuLinear
 from quire.layers.fused import FusedModule, GatedLayers, Linears, Norms, Rotations
 from quire.layers.watch import NamesRead
-from quire.models.fingerprint import ModelFingerprint
+from quire.models.model_watch import ModelWatch
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ class FusedModules:
         self,
         model: PreTrainedModel,
         kernel_dir: Path | None = None,
-        watch: ModelFingerprint | None = None,
+        watch: ModelWatch | None = None,
     ) -> None:
         self.cpu = CpuLinear(kernel_dir=kernel_dir)  # what they compute with
-        self.watch = watch or ModelFingerprint(model)
+        self.watch = watch or ModelWatch(model)
         self._model = model
         self._told: list[str] = []
         self._turn = _Turn()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -28,9 +29,17 @@ from quire.devices import choose_device
 from quire.errors import ConfigError, MemoryUnavailable, ModelNotLoadable, QuireError
 from quire.memory.host.huge_pages import drop_file_pages, huge_pieces
 from quire.memory.machine.probe import available_bytes, mapped_from_files
+from quire.models.file_hashes import WeightFile
 from quire.models.weight_placement import device_map, device_of, move_to, weights_bytes
 from quire.spec import ModelSpec
-from quire.spec.model_files import called, check_weights, find_folder, first_line, hub_spec
+from quire.spec.model_files import (
+    called,
+    check_weights,
+    find_folder,
+    first_line,
+    hub_spec,
+    weight_files,
+)
 from quire.units import format_bytes
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -110,6 +119,7 @@ class LoadedModel:
     spec: ModelSpec
     ranks: Any = None  # what speaks with the processes that have the other parts of it, if any
     is_private: bool = False  # nothing but the engine has it, so that it stays what it is
+    files: tuple[WeightFile, ...] = ()  # that all its weights were read from; () where unknown
 
     @property
     def vocab_size(self) -> int:
@@ -155,8 +165,10 @@ def load(
         raise ConfigError(f"dtype {dtype!r} is unknown; known: auto, float32, bfloat16, float16")
     folder = find_folder(name)
     source = str(folder or name)
+    files: tuple[WeightFile, ...] = ()
     if folder is not None:
         check_weights(folder)
+        files = looked_at(source, folder)  # before they are read
     place = choose_device(device) if num_ranks == 1 else None  # ranks have one each
     set_bars = hf_logging.enable_progress_bar if show_progress else hf_logging.disable_progress_bar
     set_bars()
@@ -186,13 +198,35 @@ def load(
         model = move_to(model, place)
     elif place is not None and copy_weights:
         hold_in_memory(model)
+    if folder is None:
+        files = looked_at(source, folder, getattr(model.config, "_commit_hash", None))
     return LoadedModel(
         name=called(name),
         model=model.eval(),
         tokenizer=_tokenizer(source),
         feature_extractor=_feature_extractor(source, model),
         spec=spec.computed_in(_dtype_name(model)),
+        files=() if getattr(model, "_hf_peft_config_loaded", False) else files,
     )
+
+
+def looked_at(
+    source: str, folder: Path | None, revision: str | None = None
+) -> tuple[WeightFile, ...]:
+    """Look at a model's weight files: in a folder, or of the hub's ``source`` in its cache.
+
+    Returns: none where the cache has not all of them.
+    """
+    if folder is None:
+        found = try_to_load_from_cache(source, "config.json", revision=revision)
+        if not isinstance(found, str):
+            return ()
+        folder = Path(found).parent
+    try:
+        return tuple(map(WeightFile.at, weight_files(folder)))
+    except (OSError, ModelNotLoadable) as error:
+        log.info("the weight files of %s are not found: %s", source, first_line(error))
+        return ()
 
 
 def _placed(

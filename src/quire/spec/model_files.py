@@ -115,7 +115,7 @@ def check_weights(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise ModelNotLoadable(f"{folder} has no config.json: it is not a model's folder")
     files = safetensors_files(folder)
-    if not files and not list(folder.glob("pytorch_model*.bin")):
+    if not files and not weight_files(folder):
         raise ModelNotLoadable(
             f"{folder} has no weights: neither {_WEIGHTS} nor {_INDEX} nor pytorch_model.bin"
         )
@@ -127,6 +127,14 @@ def check_weights(folder: Path) -> None:
             raise ModelNotLoadable(
                 f"{file} is corrupt or truncated ({error}): download it again"
             ) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with weights that Transformers will read: safetensors, or else torch's.
+
+    Raises: ModelNotLoadable as ``safetensors_files``.
+    """
+    return safetensors_files(folder) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def safetensors_files(folder: Path) -> list[Path]:

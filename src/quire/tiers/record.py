@@ -18,6 +18,7 @@ tier then learns no token and cannot plant a record.
 import hashlib
 import hmac
 import os
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,11 +42,12 @@ MAGIC = b"QUIRE\0KV"
 _SEALED = 1  # a flag
 _PUBLIC = struct.Struct("<8sHHIQ32sII")  # magic … block size: 64 bytes
 _PRIVATE = struct.Struct("<32s32s32sII")  # parent, chain, extras, parts, token ids
-_PART = struct.Struct("<I12s4IQ")  # layer, dtype, shape (0 behind its end), bytes
+_PART = struct.Struct("<I16s12s4IQ")  # layer, dtype, order, shape (0 behind its end), bytes
 _ALIGNMENT = 64
 _CHECK_BYTES = 16  # of a part
 _NONCE_BYTES, _TAG_BYTES = 12, 16
 _KEY_BYTES = 32
+_IS_NAME = re.compile(rb"[A-Za-z0-9_ ]+")  # of a dtype or an order
 
 # Why a record is no use. The words are labels of a metric.
 BadReason: TypeAlias = Literal["size", "magic", "version", "fingerprint", "header", "checksum"]
@@ -57,13 +59,16 @@ class Part:
 
     layer: int  # the first of them
     dtype: str  # of torch: "bfloat16"
+    order: str  # in which its bytes lie: another one is another record
     shape: tuple[int, ...]  # at most four
     num_bytes: int  # with scales, where the dtype has some
 
     def packed(self) -> bytes:
         """Return the part's description as it stands in a header."""
         shape = (*self.shape, 0, 0, 0, 0)[:4]
-        return _PART.pack(self.layer, self.dtype.encode()[:12], *shape, self.num_bytes)
+        dtype, order = self.dtype.encode(), self.order.encode()
+        assert max(len(dtype) - 4, len(order)) <= 12, "a name that would be cut"
+        return _PART.pack(self.layer, dtype, order, *shape, self.num_bytes)
 
 
 @final
@@ -152,6 +157,106 @@ class RecordFormat:
         if version != VERSION:
             return "version"
         return "fingerprint" if fingerprint != expected else "header"
+
+
+# -- what a stranger's bytes say -------------------------------------------------------------------
+
+MOST_HEADER_BYTES = 1 << 20  # that a file is believed to have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordHeader:
+    """What a record's own bytes say of it: nothing of it is proved."""
+
+    is_sealed: bool  # then all that follows the block size is empty
+    header_bytes: int
+    payload_bytes: int
+    fingerprint: bytes
+    group: int
+    block_size: int  # tokens
+    parent: bytes = b""
+    chain: bytes = b""
+    parts: tuple[Part, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    name: Name = b""
+    checks: tuple[bytes, ...] = ()  # an xxh3-128 of each part
+
+
+def read_header(data: bytes, num_bytes: int) -> RecordHeader | BadReason:
+    """Read the beginning of a file of ``num_bytes`` that should be a record.
+
+    No size in it is trusted. Returns: what it says, or why it is none; "size" also where ``data``
+    ends within the header, which has at most ``MOST_HEADER_BYTES``.
+    """
+    if len(data) < _PUBLIC.size:
+        return "size"
+    public = _PUBLIC.unpack_from(data)
+    magic, version, flags, header_bytes, payload_bytes, fingerprint, group, block_size = public
+    if magic != MAGIC:
+        return "magic"
+    if version != VERSION:
+        return "version"
+    if header_bytes + payload_bytes != num_bytes or not _PUBLIC.size <= header_bytes <= len(data):
+        return "size"
+    if flags & ~_SEALED or header_bytes % _ALIGNMENT or header_bytes > MOST_HEADER_BYTES:
+        return "header"
+    if flags & _SEALED:
+        return RecordHeader(
+            is_sealed=True,
+            header_bytes=header_bytes,
+            payload_bytes=payload_bytes,
+            fingerprint=fingerprint,
+            group=group,
+            block_size=block_size,
+        )
+    at = _PUBLIC.size + _PRIVATE.size
+    if header_bytes < at:
+        return "header"
+    parent, chain, _, num_parts, num_tokens = _PRIVATE.unpack_from(data, _PUBLIC.size)
+    known = at + _PART.size * num_parts + 4 * num_tokens
+    end = known + _CHECK_BYTES * num_parts
+    if num_tokens != block_size or align_up(end, _ALIGNMENT) != header_bytes:
+        return "header"
+    parts = _read_parts(data[at : at + _PART.size * num_parts])
+    if parts is None or sum(part.num_bytes for part in parts) != payload_bytes:
+        return "header"
+    if any(data[end:header_bytes]):
+        return "header"
+    return RecordHeader(
+        is_sealed=False,
+        header_bytes=header_bytes,
+        payload_bytes=payload_bytes,
+        fingerprint=fingerprint,
+        group=group,
+        block_size=block_size,
+        parent=parent,
+        chain=chain,
+        parts=parts,
+        token_ids=struct.unpack_from(f"<{num_tokens}i", data, known - 4 * num_tokens),
+        name=Checksums().digest(data[:known]),
+        checks=tuple(data[n : n + _CHECK_BYTES] for n in range(known, end, _CHECK_BYTES)),
+    )
+
+
+def _read_parts(data: bytes) -> tuple[Part, ...] | None:
+    parts = []
+    for layer, dtype, order, *shape, num_bytes in _PART.iter_unpack(data):
+        while shape and not shape[-1]:
+            shape.pop()
+        names = [each.rstrip(b"\0") for each in (dtype, order)]
+        if not all(_IS_NAME.fullmatch(name) for name in names):
+            return None
+        dtype_name, order_name = (name.decode("ascii") for name in names)
+        parts.append(
+            Part(
+                layer=layer,
+                dtype=dtype_name,
+                order=order_name,
+                shape=tuple(shape),
+                num_bytes=num_bytes,
+            )
+        )
+    return tuple(parts)
 
 
 # -- seals -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ make them and no step waits for one.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from quire.errors import QuireError
 
@@ -109,4 +109,13 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Give back what this process holds of the tier. Records that persist stay."""
+        ...
+
+
+@runtime_checkable
+class DescribedTier(Protocol):
+    """What a tier does besides that keeps, for people, what its records are of."""
+
+    def describe(self, description: str) -> None:
+        """Keep a namespace's description, a JSON object, beside its records. Raises: TierError."""
         ...

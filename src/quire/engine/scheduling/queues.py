@@ -33,7 +33,7 @@ class Queues:
         self.waiting: list[Sequence] = []  # for room, by rank
         self.undecided: list[Sequence] = []  # for a choice, without room
         self.running: list[Sequence] = []  # by rank
-        self.num_held_back = 0  # of the first waiting sequences: for a prefix
+        self.num_held_back = 0  # of the first waiting sequences: for a prefix or for tiers
         # What the first of the others waits for, and all behind it.
         self.first_waits_for: WaitingReason = "next_step"
         self._rank, self._grade = policy.rank, policy.grade
@@ -43,6 +43,11 @@ class Queues:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.undecided) + len(self._leaders)
+
+    @property
+    def num_waiting_for_room(self) -> int:
+        """Return how many wait that are not held back."""
+        return len(self.waiting) - self.num_held_back
 
     @property
     def decoding(self) -> list[Sequence]:

@@ -232,6 +232,8 @@ class BlockStorage:
         for held, part in zip(self._layers[layer].parts, parts, strict=True):
             held[block, :, offset] = part.to(held.device)
 
+    block_order = "heads first"  # of each layer [heads, tokens, D]
+
     def block_rows(self, group: int) -> "list[Tensor]":
         if group in self._states:
             return [self._states[group].rows]

@@ -132,8 +132,9 @@ class StackedStorage:
         make_writer: MakeWriter | None = None,
     ) -> None:
         self.memory = CountedMemory(provider)
-        shared = isinstance(accounting, SharedVirtualAccounting)
-        self._block_size = accounting.shown_slots if shared else 1
+        self._block_size = 1
+        if isinstance(accounting, SharedVirtualAccounting):
+            self._block_size = accounting.shown_slots
         self._layers: dict[int, tuple[_Stack, RangeLayer]] = {}
         self._states = make_states(self.memory, accounting.groups, accounting.num_slots)
         self._stacks: dict[int, list[_Stack]] = {}  # of each group with tokens
@@ -191,6 +192,8 @@ class StackedStorage:
 
     def load(self, layer: int, slots: "Tensor", parts: "list[Tensor]") -> None:
         self._settled(layer).load(slots, parts)
+
+    block_order = "token first"  # [tokens, layers, heads, D]
 
     def block_rows(self, group: int) -> "list[Tensor]":
         if group in self._states:

@@ -77,7 +77,7 @@ class _Case:
     def room_in(self, bound: MemoryBound) -> int:
         """Return the most bytes for KV memory, if this were the only limit."""
         needs = self.needs
-        left = bound.available_bytes - needs.weights_to_come_bytes - needs.step_bytes
+        left = bound.available_bytes - needs.weights_to_come_bytes - needs.besides_bytes
         if bound.counts_addresses:
             return (left - needs.address_bytes) // needs.addresses_per_byte
         return left
@@ -310,9 +310,9 @@ def _claim(case: _Case, total_bytes: int, source: str) -> _Offer:
         Term(label="hint", num_bytes=total_bytes, source=source),
         Term(label="not claimed", num_bytes=claimed - total_bytes, source=words),
         Term(label="weights", num_bytes=-needs.weights_bytes, source="loaded or to come"),
-        *_of_steps(needs),
+        *_besides(needs),
     )
-    besides = needs.weights_bytes + needs.step_bytes
+    besides = needs.weights_bytes + needs.besides_bytes
     low, high = besides + needs.least_bytes, besides + case.lasting_bytes
     shares = _shares(low, high, total_bytes, greatest=claimed > high)
     remedies = tuple(Remedy(option="memory_utilization", value=share) for share in shares)
@@ -324,11 +324,11 @@ def _still_to_come(needs: Needs) -> tuple[Term, ...]:
     source = f"{format_bytes(loaded)} more are among what is used" if loaded else "not counted yet"
     return (
         Term(label="weights", num_bytes=-needs.weights_to_come_bytes, source=source),
-        *_of_steps(needs),
+        *_besides(needs),
     )
 
 
-def _of_steps(needs: Needs) -> tuple[Term, ...]:
+def _besides(needs: Needs) -> tuple[Term, ...]:
     source = needs.activation_source
     terms = [Term(label="activations", num_bytes=-needs.activation_bytes, source=source)]
     if needs.graph_bytes:
@@ -337,6 +337,9 @@ def _of_steps(needs: Needs) -> tuple[Term, ...]:
     if needs.swap_buffer_bytes:
         source = "two, for what swap_space takes and gives back"
         terms.append(Term(label="swap buffers", num_bytes=-needs.swap_buffer_bytes, source=source))
+    if needs.tier_bytes:
+        source = "kv_offloading_size and memory: tiers, and blocks on their way"
+        terms.append(Term(label="tiers", num_bytes=-needs.tier_bytes, source=source))
     return tuple(terms)
 
 

@@ -22,9 +22,9 @@ from quire.models.executors.encoder_source import Encoded, Source, encode
 from quire.models.executors.hooks import PackedStep
 from quire.models.executors.packed import PackedModel
 from quire.models.executors.per_sequence import PerSequenceModel
-from quire.models.fingerprint import ModelFingerprint
 from quire.models.fused_modules import FusedModules
 from quire.models.loader import LoadedModel, features_shape
+from quire.models.model_watch import ModelWatch
 from quire.spec import AttentionSpec, ChunkedAttention, LatentAttention, SlidingWindow
 
 # -- choice ----------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def make_way(
     name: str,
     loaded: LoadedModel,
     stand_ins: FusedModules | None = None,
-    watch: ModelFingerprint | None = None,
+    watch: ModelWatch | None = None,
     *,
     records: bool = True,
 ) -> Way:

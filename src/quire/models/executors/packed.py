@@ -16,8 +16,8 @@ from quire.models.executors.hooks import (
     reading_through_attend,
 )
 from quire.models.executors.latent import LatentLayers
-from quire.models.fingerprint import ModelFingerprint
 from quire.models.fused_modules import FusedModules
+from quire.models.model_watch import ModelWatch
 from quire.models.recorded.recordings import Recordings
 from quire.spec import LatentAttention
 
@@ -33,7 +33,7 @@ class PackedModel:
         self,
         model: PreTrainedModel,
         stand_ins: FusedModules | None = None,
-        watch: ModelFingerprint | None = None,  # of a caller that has it look before each pass
+        watch: ModelWatch | None = None,  # of a caller that has it look before each pass
         *,
         latents: Mapping[int, LatentAttention] | None = None,  # layers that keep them
         gathers: bool = False,  # every layer: its model changes what was kept
@@ -41,7 +41,7 @@ class PackedModel:
     ) -> None:
         self._model = model
         self._stand_ins = stand_ins
-        self._watch = watch or ModelFingerprint(model)
+        self._watch = watch or ModelWatch(model)
         self._gathers = gathers
         self._latents = LatentLayers(model, {} if gathers or latents is None else latents)
         for layer, why in self._latents.refused.items():

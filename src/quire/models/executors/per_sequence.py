@@ -23,8 +23,8 @@ from quire.attention.gather import read_sequence
 from quire.models.dummy_layer import UnkeptLayer
 from quire.models.executors.encoder_source import EncoderSourceLayer, forward
 from quire.models.executors.hooks import PackedStep, hearing_hidden
-from quire.models.fingerprint import ModelFingerprint
 from quire.models.fused_modules import FusedModules
+from quire.models.model_watch import ModelWatch
 from quire.spec import ChunkedAttention, SlidingWindow
 
 
@@ -35,11 +35,11 @@ class PerSequenceModel:
         self,
         model: PreTrainedModel,
         stand_ins: FusedModules | None = None,
-        watch: ModelFingerprint | None = None,  # of a caller that has it look before each pass
+        watch: ModelWatch | None = None,  # of a caller that has it look before each pass
     ) -> None:
         self._model = model
         self._stand_ins = stand_ins
-        self._watch = watch or ModelFingerprint(model)
+        self._watch = watch or ModelWatch(model)
         self._takes = inspect.signature(model.forward).parameters.keys()
 
     def forward(

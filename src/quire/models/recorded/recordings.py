@@ -15,7 +15,7 @@ from quire.kernels.player import Player
 from quire.kernels.threads import KernelCall
 from quire.layers.cpu import CpuLinear
 from quire.models.executors.hooks import PackedStep
-from quire.models.fingerprint import ModelFingerprint
+from quire.models.model_watch import ModelWatch
 from quire.models.recorded.operations import Arena, Attend, Part, Write
 from quire.models.recorded.recorder import MadeUp, NotRecordable, Recorder
 from quire.spec import AttentionSpec
@@ -148,7 +148,7 @@ RunModel = Callable[[PackedStep, Tensor, Tensor, Tensor], Tensor]
 class Recordings:
     """All of one model's recordings: made when they are worth it, dropped when it changes."""
 
-    def __init__(self, watch: ModelFingerprint, cpu: CpuLinear, run: RunModel) -> None:
+    def __init__(self, watch: ModelWatch, cpu: CpuLinear, run: RunModel) -> None:
         self._model = watch.model
         self._cpu = cpu
         self._watch = watch

@@ -1,10 +1,11 @@
-"""Machine code on disk: it gets this process's rights, so only its own user may have put it there.
+"""Small files that one process keeps for the next, and that only their own user may have written.
 
-The folder and the file belong to the user that this process runs as, and no other user can write to
-them. Each folder above belongs to that user or to root, and no other user can rename what lies in
-it. The checks look at what was opened, not at a path, so nothing can be exchanged between the check
-and the use. Where one of these does not hold, nothing is read and nothing is written: each process
-compiles its own kernels, and warns once.
+Machine code gets this process's rights, and hashes say what its answers are made of. So the folder
+and the file belong to the user that this process runs as, and no other user can write to them. Each
+folder above belongs to that user or to root, and no other user can rename what lies in it. The
+checks look at what was opened, not at a path, so nothing can be exchanged between the check and the
+use. Where one of these does not hold, nothing is read and nothing is written, and the process warns
+once of what that costs.
 """
 
 import errno
@@ -14,58 +15,75 @@ import os
 import secrets
 import stat
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
+from typing import final
 
 log = logging.getLogger(__name__)
 
-LARGEST_BYTES = 64 * 2**20  # of a file; a kernel's has tens of KiB
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MOST_LINKS = 40  # that a path leads through, as in Linux
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _CHOOSE = "set QUIRE_CACHE_DIR to a folder that only this user can write to"
 
 
-@cache
-def kept_code(folder: Path | None) -> "KeptCode":
-    """Return this process's one of a folder; None: there is no folder."""
-    return KeptCode(folder)
+def own_folder() -> Path | None:
+    """Return the folder in the user's home; None for a user without one."""
+    try:
+        return Path("~/.cache/quire").expanduser()
+    except RuntimeError:
+        return None
 
 
-class KeptCode:
-    """The files of a folder, by key."""
+@final
+class KeptFiles:
+    """The files of one kind in a folder, by key. Several processes may use them at once."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path | None,  # None: there is none
+        suffix: str,  # of their names: ".o"
+        *,
+        largest_bytes: int,  # of a file's content
+        most_files: int | None = None,  # beyond which the oldest go
+        loss: str,  # what a process does where it may not use them, for a warning
+    ) -> None:
+        self._folder, self._suffix, self._loss = folder, suffix, loss
+        self._largest_bytes, self._most_files = largest_bytes + _DIGEST_BYTES, most_files
         self._has_warned = False
 
     def read(self, key: str) -> bytes | None:
         """Read what ``write`` was given; None if there is none that can be trusted."""
         try:
-            content = _read(self._path(), _name(key))
+            content = _read(self._path(), self._name(key), self._largest_bytes)
         except FileNotFoundError:
             return None
         except OSError as error:
             self.warn(self._told_by(error))
             return None
-        digest, image = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-        if digest == _digest(key, image):
-            return image
-        self.warn(f"{self._folder}/{_name(key)} is not what was written there")
+        digest, kept = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if digest == _digest(key, kept):
+            return kept
+        self.warn(f"{self._folder}/{self._name(key)} is not what was written there")
         return None
 
-    def write(self, key: str, image: bytes) -> None:
+    def write(self, key: str, content: bytes) -> None:
         """Write a file for the next process, which finds it whole or not at all."""
         try:
-            _write(self._path(), _name(key), _digest(key, image) + image)
+            folder = self._path()
+            _write(folder, self._name(key), _digest(key, content) + content)
+            if self._most_files is not None:
+                _remove_oldest(folder, self._suffix, self._most_files)
         except OSError as error:
             self.warn(self._told_by(error))
 
     def warn(self, reason: str) -> None:
-        """Warn once that kernels are compiled again: what is wrong with one is wrong with all."""
+        """Warn once of the loss: what is wrong with one file is wrong with all."""
         if not self._has_warned:
             self._has_warned = True
-            log.warning("this process compiles its kernels again: %s", reason)
+            log.warning("%s: %s", self._loss, reason)
+
+    def _name(self, key: str) -> str:
+        return f"{key}{self._suffix}"
 
     def _path(self) -> Path:
         if self._folder is None:
@@ -80,16 +98,12 @@ class KeptCode:
         return f"{self._folder} cannot be used ({error.strerror}: {error.filename}): {_CHOOSE}"
 
 
-def _name(key: str) -> str:
-    return f"{key}.o"
-
-
-def _digest(key: str, image: bytes) -> bytes:
+def _digest(key: str, content: bytes) -> bytes:
     """Hash the key too: a file under another file's name is not what was written there."""
-    return hashlib.sha256(key.encode() + image).digest()
+    return hashlib.sha256(key.encode() + content).digest()
 
 
-def _read(folder: Path, name: str) -> bytes:
+def _read(folder: Path, name: str, largest_bytes: int) -> bytes:
     """Read a file. Raises: OSError, FileNotFoundError among them."""
     place = _open_folder(folder, make=False)
     try:
@@ -103,10 +117,10 @@ def _read(folder: Path, name: str) -> bytes:
         if not stat.S_ISREG(found.st_mode):
             raise PermissionError(f"{folder / name} is no file: remove it")
         _require_own(found, folder / name)
-        if found.st_size > LARGEST_BYTES:
+        if found.st_size > largest_bytes:
             raise PermissionError(f"{folder / name} has {found.st_size} bytes: remove it")
         with os.fdopen(file, "rb", closefd=False) as opened:
-            return opened.read(LARGEST_BYTES)
+            return opened.read(largest_bytes)
     finally:
         os.close(file)
 
@@ -126,6 +140,27 @@ def _write(folder: Path, name: str, content: bytes) -> None:
             with suppress(OSError):
                 os.unlink(part, dir_fd=place)
             raise
+    finally:
+        os.close(place)
+
+
+def _remove_oldest(folder: Path, suffix: str, most: int) -> None:
+    """Remove files of a kind beyond so many, the ones written first. Raises: OSError."""
+    place = _open_folder(folder, make=False)
+    try:
+        listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=place)
+        try:
+            names = [name for name in os.listdir(listed) if name.endswith(suffix)]
+        finally:
+            os.close(listed)
+        ages = []
+        for name in names if len(names) > most else ():
+            with suppress(FileNotFoundError):  # another process was faster
+                found = os.stat(name, dir_fd=place, follow_symlinks=False)
+                ages.append((found.st_mtime_ns, name))
+        for _, name in sorted(ages)[: len(ages) - most if ages else 0]:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=place)
     finally:
         os.close(place)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from quire.layers.watch import Place, WeightsWatch
 
 
-class ModelFingerprint:
+class ModelWatch:
     """Looks at a model before each pass. ``version`` grows whenever it finds something new.
 
     What was computed before its owner changed a model is another model's: keys and values too. What

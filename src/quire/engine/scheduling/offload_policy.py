@@ -1,0 +1,513 @@
+"""``OffloadPolicy``: which blocks are asked for in tiers, how long a sequence waits, what goes out.
+
+This is the part of offloading that needs no tensor and no thread. A ``BlockCarrier`` moves bytes
+between the cache, staging memory and tiers; ``engine.offloading`` has the one of a real engine.
+
+A waiting sequence whose prompt goes on behind its prefix hit asks the tiers. While the answer
+is on its way the scheduler passes the sequence over, at most for as long as computing would take.
+What comes goes into free blocks of the pool between two steps, where any sequence finds it.
+
+Blocks that steps have filled are copied out between steps, parents before children, where that pays
+and as far as the share of time allows that steps may lose to it.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias, final
+
+from quire.engine.scheduling.step_costs import Clock, Costs
+from quire.engine.sequence import Sequence
+from quire.kv import Accounting
+from quire.kv.interface import ExternalBlocks
+from quire.kv.prefix_cache import PrefixHit, TokenIds
+from quire.kv.prefix_index import NO_BLOCK, BlockIdentity, PrefixKeys
+from quire.spec import Group, KeptWhole
+
+_Outcome: TypeAlias = Literal["inserted", "no room", "lost"]
+WritePolicy: TypeAlias = Literal["auto", "always", "never"]
+WRITE_POLICIES: tuple[WritePolicy, ...] = ("auto", "always", "never")
+
+log = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 10.0
+_CLOSE_S = 5.0  # that blocks may still go out when the engine ends
+_SHARE_OF_A_STEP = 0.05  # of its time, that copying blocks out or in may take beside it
+_BLOCKS_AT_ONCE = 4  # that are inserted beside steps, between two looks at the clock
+_MOST_REMEMBERED = 2**17  # blocks, by 8 bytes of their names
+_MOST_QUEUED = 2**16  # blocks that may go out
+_LIKELY = 0.5  # how often a block is asked for again that was computed or found twice
+_MOST_ASKS = 8  # of a sequence, where what it had found is evicted or staging memory is full
+_PIN_ID = -2  # of the sequence that brings blocks and never runs
+
+# -- what moves ----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class LoadJob:
+    """Blocks of one prompt that tiers are asked for."""
+
+    seq_id: int
+    keys: PrefixKeys
+    token_ids: TokenIds  # i32[n]: whole blocks, from the prompt's first on
+    first: int  # blocks of these that were cached when it began
+    blocks: list[BlockIdentity]  # the others
+    deadline_s: float  # on the engine's clock: a sequence waits no longer
+    lacking: list[BlockIdentity] = field(default_factory=list)  # which no tier has
+    end: int = 0  # blocks that can be inserted: from ``first`` to this one
+    is_cut: bool = False  # there was more, and no room for it in staging memory
+    is_done: bool = False
+    lacks_room: bool = False  # in the cache, for what has come
+    is_lost: bool = False  # what it goes on behind was evicted
+    is_given_up: bool = False
+    is_wrong: bool = False  # what it brings is wrong, or may be
+    payloads: dict[tuple[int, int], object] = field(default_factory=dict)  # (group, column)
+
+
+class BlockCarrier(Protocol):
+    """Moves blocks between tiers, staging memory and the cache. No call waits for a tier."""
+
+    def load(self, job: LoadJob, wait_s: float) -> bool:
+        """Begin to load what tiers have of a job. Return False if there is no room for it now."""
+        ...
+
+    def loaded(self) -> list[LoadJob]:
+        """Return the jobs that are done since the last call."""
+        ...
+
+    def fill(self, group: int, blocks: list[int], payloads: list[object]) -> None:
+        """Copy payloads into blocks of the cache."""
+        ...
+
+    def release(self, job: LoadJob) -> None:
+        """Give back a job's staging memory. What it has brought may go to a nearer tier."""
+        ...
+
+    when_idle: Callable[[], bool] | None
+
+    def copy_out(self, group: int, block: int, identity: BlockIdentity) -> bool:
+        """Copy a block to staging memory, to be stored. Return False if there is no room now."""
+        ...
+
+    def send(self) -> None:
+        """Hand what was copied out to the tiers' thread."""
+        ...
+
+    @property
+    def may_store(self) -> bool:
+        """Whether some tier takes records now."""
+        ...
+
+    def wait_for_room(self, seconds: float) -> None:
+        """Wait until something that was copied out is stored, or for so many seconds."""
+        ...
+
+    def drop(self, blocks: Iterable[BlockIdentity]) -> None:
+        """Have tiers forget these blocks' records."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a job is done, or for so many seconds."""
+        ...
+
+    def restart(self) -> None:
+        """Let go of a cache's memory; another one follows, or none."""
+        ...
+
+    @property
+    def load_s_per_block(self) -> float:
+        """Return the seconds that loading a block has taken lately; 0: it is not known."""
+        ...
+
+    @property
+    def store_s_per_block(self) -> float:
+        """Return the seconds of computing that a block which is stored has cost; 0: not known."""
+        ...
+
+    def close(self) -> None:
+        """End every job, and give what was copied out a while to be stored."""
+        ...
+
+
+def columns_read(group: Group, block_size: int, first: int, end: int) -> range:
+    """Return which of a group's blocks [first, end) a sequence reads that begins behind them."""
+    if isinstance(group.spec, KeptWhole):
+        return range(end - 1, end)
+    return range(max(first, int(group.live_start(end * block_size)) // block_size), end)
+
+
+# -- the policy ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class OffloadCounts:
+    """What became of blocks since the start."""
+
+    queried_tokens: int = 0  # that tiers were asked for
+    hit_tokens: int = 0  # … that were inserted
+    num_late: int = 0  # loads that a sequence did not wait for
+    wasted_tokens: int = 0  # loaded, and not inserted
+    saved_s: float = 0.0  # computing that inserted blocks have spared, less the loading
+    stored_blocks: int = 0  # copied out
+    dropped_blocks: int = 0  # that were to go out, and were evicted first or found no room
+
+
+@final
+class OffloadPolicy:
+    """Decides for one engine. Its calls are made between two steps, by the engine's thread."""
+
+    def __init__(
+        self,
+        carrier: BlockCarrier,
+        accounting: Accounting,
+        costs: Costs,
+        clock: Clock,
+        *,
+        write: WritePolicy = "auto",
+        is_same_model: Callable[[], bool] = lambda: True,  # that records in tiers are named after
+    ) -> None:
+        self.counts = OffloadCounts()
+        self._carrier, self._costs, self._clock = carrier, costs, clock
+        self._write = write
+        self._jobs: dict[int, LoadJob] = {}  # by the sequence that waits for it
+        self._late: list[LoadJob] = []  # under way, and no sequence waits
+        self._asks_left: dict[int, int] = {}  # of waiting sequences that have asked
+        self._queue: deque[tuple[int, bool]] = deque(maxlen=_MOST_QUEUED)  # node, was asked for
+        # Blocks seen, by name: the groups of which there is a record, as bits.
+        self._remembered: dict[bytes, int] = {}
+        self._recurring = _Share()
+        self._is_off = self._is_closed = False
+        self._is_same_model = is_same_model
+        self.use(accounting)
+
+    def use(self, accounting: Accounting) -> None:
+        """Go on with another cache, which is empty."""
+        assert isinstance(accounting, ExternalBlocks)
+        self._blocks: ExternalBlocks = accounting
+        self._groups, self._block_size = accounting.groups, accounting.index.block_size
+        self._carrier.restart()
+        if self._write != "never" and not self._is_off:
+            self._blocks.index.filled = []
+        self._queue.clear()
+
+    # -- loading -----------------------------------------------------------------------------------
+
+    def holds_back(self, sequence: Sequence, token_ids: TokenIds, hit: PrefixHit | None) -> bool:
+        """Tell whether a waiting sequence with this prefix hit waits for tiers.
+
+        ``token_ids``: all that it has, i32[n].
+        """
+        job = self._jobs.get(sequence.seq_id)
+        if job is not None:
+            if job.lacks_room:  # as the sequence itself does, or it goes on with less
+                return False
+            if self._clock() < job.deadline_s:
+                return True
+            self._give_up(job)
+            return False
+        if self._is_off or hit is None or sequence.num_saved_tokens > hit.num_tokens:
+            return False
+        return self._ask(sequence, token_ids, hit)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Note that a sequence waits no longer: it runs, or it has ended."""
+        self._asks_left.pop(sequence.seq_id, None)
+        job = self._jobs.get(sequence.seq_id)
+        if job is not None:
+            self._give_up(job)
+
+    def wait(self) -> None:
+        """Wait until something has come, or a sequence waits no longer."""
+        deadlines_s = [job.deadline_s for job in self._jobs.values() if not job.is_done]
+        if deadlines_s:
+            self._carrier.wait(max(0.0, min(deadlines_s) - self._clock()))
+
+    def bring(self, settle: Callable[[], bool], *, step_s: float | None) -> None:
+        """Insert what has come into the cache.
+
+        ``settle`` carries out what accounting has decided, and tells whether that went well.
+        ``step_s``: seconds of a step beside which this happens; None: no sequence runs.
+        """
+        for job in self._carrier.loaded():
+            job.is_done = True
+            self._note_lost(job)
+            if job.is_given_up:
+                self._late.remove(job)
+                self._carrier.release(job)
+        stop_s = None if step_s is None else self._clock() + _SHARE_OF_A_STEP * step_s
+        for job in [job for job in self._jobs.values() if job.is_done]:
+            if job.end > job.first and not self._insert(job, settle, stop_s):
+                continue
+            del self._jobs[job.seq_id]
+            if not (job.is_cut or job.is_lost):
+                self._asks_left[job.seq_id] = 0
+            self._carrier.release(job)
+            if stop_s is not None and self._clock() >= stop_s:
+                return
+
+    def _ask(self, sequence: Sequence, token_ids: TokenIds, hit: PrefixHit) -> bool:
+        """Ask tiers for what follows a hit, if that may pay. Return whether they are asked."""
+        size = self._block_size
+        first, end = hit.num_tokens // size, (len(token_ids) - 1) // size
+        asks_left = self._asks_left.get(sequence.seq_id, _MOST_ASKS)
+        if end <= first or not asks_left:
+            return False
+        is_first = sequence.seq_id not in self._asks_left
+        wanted = token_ids[: end * size]
+        blocks = self._blocks.following_blocks(sequence.seq_id, wanted, hit)
+        if is_first:
+            self._note_request(hit.num_tokens // size, blocks)
+        self._asks_left[sequence.seq_id] = 0
+        recompute_s = self._costs.recompute_s(len(blocks) * size)
+        if self._carrier.load_s_per_block * len(blocks) >= recompute_s:
+            return False
+        wait_s = min(recompute_s, _LONGEST_WAIT_S)
+        job = LoadJob(
+            seq_id=sequence.seq_id,
+            keys=sequence.request.keys,
+            token_ids=wanted,
+            first=first,
+            blocks=blocks,
+            deadline_s=self._clock() + wait_s,
+        )
+        if not self._carrier.load(job, wait_s):
+            return False
+        if is_first:
+            self.counts.queried_tokens += len(blocks) * size
+        self._jobs[sequence.seq_id], self._asks_left[sequence.seq_id] = job, asks_left - 1
+        return True
+
+    def _give_up(self, job: LoadJob) -> None:
+        """Wait no longer for a job; what it has brought may go to a nearer tier."""
+        del self._jobs[job.seq_id]
+        self.counts.num_late += 1
+        self.counts.wasted_tokens += max(0, job.end - job.first) * self._block_size
+        job.is_given_up = True
+        if job.is_done:
+            self._carrier.release(job)
+        else:
+            self._late.append(job)
+
+    def _note_lost(self, job: LoadJob) -> None:
+        """Note which blocks have no record any more, so that they are stored again."""
+        for block in job.lacking:
+            if self._remembered.get(block.chain[:8]):
+                self._remembered[block.chain[:8]] = 0
+
+    def _insert(self, job: LoadJob, settle: Callable[[], bool], stop_s: float | None) -> bool:
+        """Insert a job's blocks, some at a time. Return whether the job is over."""
+        size = self._block_size
+        # Windows and states are brought for the end alone, so what they belong to goes whole.
+        must_be_whole = any(
+            columns_read(group, size, job.first, job.end).start > job.first
+            for group in self._groups
+        )
+        whole = stop_s is None or must_be_whole
+        begun_s, done = self._clock(), job.first
+        outcome: _Outcome = "inserted"
+        while done < job.end:
+            end = job.end if whole else min(job.end, done + _BLOCKS_AT_ONCE)
+            outcome = self._insert_until(job, end, settle)
+            if outcome == "no room" and whole and not must_be_whole:
+                whole = False  # as many as there is room for
+                continue
+            if outcome != "inserted":
+                break
+            done = end
+            if stop_s is not None and self._clock() >= stop_s:
+                break
+        tokens = (done - job.first) * size
+        self.counts.hit_tokens += tokens
+        spent_s = self._clock() - begun_s
+        recompute_s = self._costs.recompute_s(tokens)
+        if tokens and recompute_s < float("inf"):
+            self.counts.saved_s += recompute_s - spent_s
+        for block in job.blocks[: done - job.first]:
+            self._remember(block.chain[:8], self._remembered.get(block.chain[:8], 0) | 1)
+        job.blocks, job.first = job.blocks[done - job.first :], done
+        job.lacks_room, job.is_lost = outcome == "no room", outcome == "lost"
+        return done >= job.end or job.is_lost
+
+    def _insert_until(self, job: LoadJob, end: int, settle: Callable[[], bool]) -> _Outcome:
+        """Insert a job's blocks before column ``end``, if there is room for them."""
+        token_ids = job.token_ids[: end * self._block_size]
+        reserved = self._blocks.reserve_blocks(_PIN_ID, token_ids, job.keys)
+        if reserved is None:
+            return "no room"
+        if not reserved:  # another sequence has computed it meanwhile
+            return "inserted"
+        there = all(
+            (number, column) in job.payloads
+            for number, (start, blocks) in enumerate(reserved)
+            for column in range(start, start + len(blocks))
+        )
+        if not there:  # what it was to go on behind has been evicted since
+            self._blocks.free(_PIN_ID)
+            return "lost"
+        if not settle():
+            return "lost"
+        for number, (start, blocks) in enumerate(reserved):
+            if len(blocks):
+                payloads = [job.payloads[number, start + at] for at in range(len(blocks))]
+                self._carrier.fill(number, blocks.tolist(), payloads)
+        self._blocks.insert_blocks(_PIN_ID, token_ids)
+        return "inserted"
+
+    # -- storing -----------------------------------------------------------------------------------
+
+    def note_admitted(self, sequence: Sequence, hit: PrefixHit | None) -> None:
+        """Note that a sequence runs. What it has found and tiers lack may go out now."""
+        self.forget(sequence)
+        if hit is None or self._write == "never" or self._is_off:
+            return
+        index = self._blocks.index
+        for row in hit.rows[: hit.num_tokens // self._block_size].tolist():
+            if not self._remembered.get(index.block_hash(row)[:8]):
+                self._queue.append((index.node(row), True))
+
+    @property
+    def has_more(self) -> bool:
+        """Whether blocks wait to go out."""
+        return self._carrier.may_store and bool(self._queue or self._blocks.index.filled)
+
+    def store(self, *, step_s: float | None) -> None:
+        """Copy out blocks that steps have filled, or that were asked for again.
+
+        ``step_s``: seconds of the step beside which this happens; None: no sequence runs.
+        """
+        index = self._blocks.index
+        if index.filled:
+            for nodes in index.filled:
+                self._queue += ((node, False) for node in nodes.tolist())
+            index.filled.clear()
+        stop_s = None if step_s is None else self._clock() + _SHARE_OF_A_STEP * step_s
+        has_room, sent = True, False
+        while self._queue and has_room:
+            node, was_asked_for = self._queue[0]
+            identity = index.identity(node)
+            if identity is None:
+                self.counts.dropped_blocks += 1  # it was evicted first
+            else:
+                groups = self._lacking(node, identity)
+                if groups and self._goes_out(identity, was_asked_for):
+                    has_room = self._copy_out(node, identity, groups)
+                    sent = True
+            if has_room:
+                self._queue.popleft()
+            if stop_s is not None and self._clock() >= stop_s:
+                break
+        if sent:
+            self._carrier.send()
+
+    def check_model(self) -> None:
+        """Stop if the model is not the one that records are named after."""
+        if not (self._is_off or self._is_same_model()):
+            self.stop("the weights are not what they were")
+
+    def stop(self, reason: str) -> None:
+        """End all loading and storing: what steps compute is no longer what records say."""
+        if self._is_off:
+            return
+        log.warning("no block is stored in tiers or loaded from them any more: %s", reason)
+        self._is_off = True
+        for job in [*self._jobs.values(), *self._late]:
+            job.is_wrong = True
+            if not job.is_given_up:
+                self._give_up(job)
+        self._queue.clear()
+        self._blocks.index.filled = None
+
+    def store_when_idle(self, store: Callable[[], bool]) -> None:
+        """Have ``store`` called while no step is run: it calls this one's ``store``.
+
+        Returns: whether nothing is left to be stored; if not, it is called again soon.
+        """
+        self._carrier.when_idle = store
+
+    def close(self) -> None:
+        """Copy out what can be in a few seconds, and end what is under way."""
+        if self._is_closed:
+            return
+        self._is_closed, self._is_same_model = True, lambda: True  # which held the model
+        stop_s = self._clock() + _CLOSE_S
+        self.store(step_s=None)
+        while self.has_more and self._clock() < stop_s:
+            self._carrier.wait_for_room(stop_s - self._clock())
+            self.store(step_s=None)
+        self._carrier.close()
+
+    def drop(self, sequence: Sequence) -> None:
+        """Have tiers forget what a sequence has computed, and load it for no other one."""
+        several = self._blocks.computed_blocks(sequence.seq_id)
+        chains = {block.chain for block in several}
+        for block in several:
+            self._remembered.pop(block.chain[:8], None)
+        for job in [*self._jobs.values(), *self._late]:
+            if not chains.isdisjoint(block.chain for block in job.blocks):
+                job.is_wrong = True
+                if not job.is_given_up:
+                    self._give_up(job)
+        self._carrier.drop(several)
+
+    def _lacking(self, node: int, identity: BlockIdentity) -> list[int]:
+        """Return the groups in which a node has a block, and tiers have no record of it."""
+        row, stored = self._blocks.index.row(node), self._remembered.get(identity.chain[:8], 0)
+        return [
+            number
+            for number, blocks in enumerate(self._blocks.index.blocks)
+            if blocks[row] != NO_BLOCK and not stored >> number & 1
+        ]
+
+    def _goes_out(self, identity: BlockIdentity, was_asked_for: bool) -> bool:
+        """Return whether it pays to store a block."""
+        name = identity.chain[:8]
+        known = self._remembered.get(name)
+        if self._write == "always" or known:  # a state of a block that is stored
+            return True
+        # Without its parent no sequence finds it. A parent that is not remembered is a root, or
+        # was stored so long ago that it is forgotten.
+        has_parent = self._remembered.get(identity.parent[:8], 1) != 0
+        recurs = was_asked_for or known is not None
+        share = max(self._recurring.value, _LIKELY if recurs else 0.0)
+        spared_s = self._costs.recompute_s(self._block_size) - self._carrier.load_s_per_block
+        if has_parent and share * spared_s > self._carrier.store_s_per_block:
+            return True
+        self._remember(name, 0)
+        return False
+
+    def _copy_out(self, node: int, identity: BlockIdentity, groups: list[int]) -> bool:
+        """Copy what a node has in these groups. Return False if there was no room for it."""
+        index, name = self._blocks.index, identity.chain[:8]
+        row = index.row(node)
+        for number in groups:
+            if not self._carrier.copy_out(number, int(index.blocks[number][row]), identity):
+                return False
+            self._remember(name, self._remembered.get(name, 0) | 1 << number)
+        self.counts.stored_blocks += 1
+        return True
+
+    def _note_request(self, num_cached: int, blocks: list[BlockIdentity]) -> None:
+        """Learn from a prompt how much of one has been computed before."""
+        known = sum(block.chain[:8] in self._remembered for block in blocks)
+        if not blocks:
+            return
+        self._recurring.note((num_cached + known) / (num_cached + len(blocks)))
+
+    def _remember(self, name: bytes, groups: int) -> None:
+        self._remembered.pop(name, None)  # so that it is the latest
+        self._remembered[name] = groups
+        if len(self._remembered) > _MOST_REMEMBERED:
+            del self._remembered[next(iter(self._remembered))]
+
+
+@final
+class _Share:
+    """A mean of shares in which the latest weigh most, and which begins low."""
+
+    def __init__(self, value: float = 0.1, weight: float = 10.0, most: float = 50.0) -> None:
+        self.value, self._weight, self._most = value, weight, most
+
+    def note(self, share: float) -> None:
+        self._weight = min(self._weight + 1, self._most)
+        self.value += (share - self.value) / self._weight

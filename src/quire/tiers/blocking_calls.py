@@ -1,0 +1,83 @@
+"""``BlockingCalls``: calls of a client that knows no deadline, side by side in threads.
+
+A caller waits for them in order, and no longer than its deadline. A call that is late goes on until
+its client gives up, so it must neither read nor write a caller's buffer: it returns what it has
+read, and is given a copy of what it writes.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar, final
+
+from quire.tiers.tier import Deadline, TierError
+
+T = TypeVar("T")
+
+_SHOWN_CHARACTERS = 300  # of an error's text
+
+
+@final
+class BlockingCalls:
+    """At most so many calls at once. Threads begin with the first one."""
+
+    def __init__(
+        self,
+        label: str,  # of the tier, in messages
+        num_calls: int,
+        in_words: Callable[[Exception], str],  # what a client's error says
+    ) -> None:
+        self._label, self._num_calls, self._in_words = label, num_calls, in_words
+        self._threads = ThreadPoolExecutor(num_calls, "quire-tier")
+        self._is_closed = False
+
+    def count(
+        self,
+        num: int,
+        begin: Callable[[int], Callable[[], T]],  # makes a call, which a thread carries out
+        is_good: Callable[[int, T], bool],  # looks at what came of each, in order
+        deadline: Deadline,
+    ) -> int:
+        """Make so many calls, and count the good ones from the first one on.
+
+        FileNotFoundError of a call says that there is no record. ``begin`` and ``is_good`` run in
+        the caller's own thread. Raises: TierError if the first fails for another reason.
+        """
+        self.require_open()
+        num_good = num_begun = 0
+        under_way: deque[Future[T]] = deque()
+        try:
+            while num_good < num:
+                deadline.check(self._label)
+                while num_begun < min(num, num_good + self._num_calls):
+                    under_way.append(self._threads.submit(begin(num_begun)))
+                    num_begun += 1
+                if not is_good(num_good, under_way.popleft().result(deadline.left_s)):
+                    break
+                num_good += 1
+        except FileNotFoundError:
+            pass
+        except Exception as error:  # a client's, and Python's own
+            if not num_good:
+                raise self._failure(error) from None
+        finally:
+            for future in under_way:
+                future.cancel()
+        return num_good
+
+    def require_open(self) -> None:
+        """Raise TierError after ``close``."""
+        if self._is_closed:
+            raise TierError(f"{self._label}: closed")
+
+    def close(self, *, wait: bool = False) -> None:
+        """Begin no more calls, and wait, if asked to, until those under way have ended."""
+        self._is_closed = True
+        self._threads.shutdown(wait=wait, cancel_futures=True)
+
+    def _failure(self, error: Exception) -> TierError:
+        if isinstance(error, TierError):
+            return error
+        is_late = isinstance(error, TimeoutError)
+        told = "out of time" if is_late else self._in_words(error)[:_SHOWN_CHARACTERS]
+        return TierError(f"{self._label}: {told}")

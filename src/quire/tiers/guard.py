@@ -1,0 +1,232 @@
+"""``GuardedTier``: a tier as an engine uses it: no error comes out, and none is repeated for long.
+
+A tier that raises errors is left alone for one second, then for two, and so on up to a minute:
+reads and writes apart. A tier that has given two bad records of a thousand is *suspect*: nothing is
+loaded from it until an administrator trusts it again.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+from quire.tiers.record import BadReason, RecordFormat
+from quire.tiers.tier import Deadline, Name, Tier, TierError, TierTraits, TierUsage
+
+log = logging.getLogger(__name__)
+
+_LONGEST_BREAK_S = 60.0
+_SUSPECT_AFTER, _OUT_OF = 2, 1000  # bad records
+
+
+@final
+class Breaker:
+    """Says when a tier that failed may be asked again. Threads share it."""
+
+    def __init__(self, name: str, what: str) -> None:
+        self._name, self._what = name, what  # for the log
+        self._lock = threading.Lock()
+        self._break_s = 0.0  # 0: closed
+        self._open_until_s = 0.0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the tier may be asked now: it works, or it may be tried again."""
+        return not self._break_s or time.monotonic() >= self._open_until_s
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the last call failed."""
+        return self._break_s > 0
+
+    def note_failure(self, error: TierError) -> None:
+        """Leave the tier alone for a while; twice as long as the last time."""
+        with self._lock:
+            if not self._break_s:
+                log.warning("tier %s: %s fails, and goes on without it: %s", *self._words, error)
+            self._break_s = min(_LONGEST_BREAK_S, max(1.0, 2 * self._break_s))
+            self._open_until_s = time.monotonic() + self._break_s
+
+    def note_success(self) -> None:
+        """Let the tier be asked as ever."""
+        if self._break_s:
+            with self._lock:
+                self._break_s = 0.0
+            log.warning("tier %s: %s works again", *self._words)
+
+    @property
+    def _words(self) -> tuple[str, str]:
+        return self._name, self._what
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """What a tier has done since the start."""
+
+    num_loaded: int = 0  # records that were good
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    num_stored: int = 0
+    stored_bytes: int = 0
+    store_s: float = 0.0
+    num_stores_dropped: int = 0  # records that a full, slow or broken tier did not take
+    num_errors: Counter[str] = field(default_factory=Counter)  # by call
+    num_bad: Counter[BadReason] = field(default_factory=Counter)
+
+
+@final
+class GuardedTier:
+    """A tier, its name in logs and metrics, and the format of the records that it keeps."""
+
+    def __init__(
+        self,
+        name: str,
+        tier: Tier,
+        formats: Sequence[RecordFormat],  # of each group
+        *,
+        is_sealed: bool = False,
+    ) -> None:
+        self.name, self.formats, self.is_sealed = name, tuple(formats), is_sealed
+        self.counts = TierCounts()
+        self.is_suspect = False
+        self._tier = tier
+        self._reads, self._writes = Breaker(name, "loading"), Breaker(name, "storing")
+        self._lock = threading.Lock()
+        self._recent: list[int] = []  # bad records, as numbers of records so far
+        self._num_checked = 0
+
+    @property
+    def traits(self) -> TierTraits:
+        """Return what kind of tier this is."""
+        return self._tier.traits
+
+    @property
+    def may_load(self) -> bool:
+        """Whether the tier may be asked for records now."""
+        return not self.is_suspect and self._reads.is_closed
+
+    @property
+    def may_store(self) -> bool:
+        """Whether the tier may be given records now."""
+        return self._writes.is_closed
+
+    @property
+    def state(self) -> Literal["ok", "suspect", "broken"]:
+        """Return the tier's state, as a metric shows it."""
+        if self.is_suspect:
+            return "suspect"
+        return "broken" if self._reads.is_broken or self._writes.is_broken else "ok"
+
+    def trust(self) -> None:
+        """Load from the tier again, after an administrator has looked at it."""
+        with self._lock:
+            self.is_suspect = False
+            self._recent.clear()
+
+    def find(self, names: Sequence[Name], deadline: Deadline) -> int:
+        """Count how many of these records, from the first one on, are probably there."""
+        if not (names and self.may_load):
+            return 0
+        try:
+            count = self._tier.find(names, deadline)
+        except TierError as error:
+            self._failed("find", error, self._reads)
+            return 0
+        self._reads.note_success()
+        return max(0, min(count, len(names)))
+
+    def load(self, names: Sequence[Name], into: Sequence[memoryview], deadline: Deadline) -> int:
+        """Fill the first of these buffers. Return how many; they are still to be checked."""
+        if not (names and self.may_load):
+            return 0
+        begun_s = time.monotonic()
+        try:
+            count = self._tier.load(names, into, deadline)
+        except TierError as error:
+            self._failed("load", error, self._reads)
+            return 0
+        self._reads.note_success()
+        count = max(0, min(count, len(names)))
+        with self._lock:
+            self.counts.load_s += time.monotonic() - begun_s
+        return count
+
+    def note_good(self, num_bytes: int) -> None:
+        """Count a record that has passed its checks."""
+        with self._lock:
+            self._num_checked += 1
+            self.counts.num_loaded += 1
+            self.counts.loaded_bytes += num_bytes
+
+    def note_bad(self, name: Name, reason: BadReason) -> None:
+        """Count a record that has not, and have the tier forget it."""
+        with self._lock:
+            self._num_checked += 1
+            self.counts.num_bad[reason] += 1
+            self._recent = [n for n in self._recent if n > self._num_checked - _OUT_OF]
+            self._recent.append(self._num_checked)
+            suspect = len(self._recent) >= _SUSPECT_AFTER and not self.is_suspect
+            self.is_suspect |= suspect
+        log.warning(
+            "tier %s: a record is not what was stored (%s): it is dropped", self.name, reason
+        )
+        if suspect:
+            log.error(
+                "tier %s has given %d bad records: nothing is loaded from it until it is trusted "
+                "again (POST /tiers/trust)",
+                self.name,
+                len(self._recent),
+            )
+        self.drop([name], Deadline.after(1.0))
+
+    def store(
+        self, names: Sequence[Name], records: Sequence[memoryview], deadline: Deadline
+    ) -> int:
+        """Give the tier these records. Return how many it keeps."""
+        if not names:
+            return 0
+        begun_s, count = time.monotonic(), 0
+        if self.may_store:
+            try:
+                count = max(0, min(self._tier.store(names, records, deadline), len(names)))
+            except TierError as error:
+                self._failed("store", error, self._writes)
+            else:
+                self._writes.note_success()
+        with self._lock:
+            self.counts.store_s += time.monotonic() - begun_s
+            self.counts.num_stored += count
+            self.counts.stored_bytes += sum(len(record) for record in records[:count])
+            self.counts.num_stores_dropped += len(names) - count
+        return count
+
+    def drop(self, names: Sequence[Name], deadline: Deadline) -> bool:
+        """Have the tier forget these records. Return whether it has."""
+        try:
+            self._tier.drop(names, deadline)
+        except TierError as error:
+            self._failed("drop", error, self._writes)
+            return False
+        return True
+
+    def usage(self) -> TierUsage:
+        """Return what the tier holds, or nothing where it cannot say."""
+        try:
+            return self._tier.usage()
+        except TierError:
+            return TierUsage()
+
+    def close(self) -> None:
+        """Give back what this process holds of the tier."""
+        try:
+            self._tier.close()
+        except TierError as error:
+            log.warning("tier %s: %s", self.name, error)
+
+    def _failed(self, call: str, error: TierError, breaker: Breaker) -> None:
+        with self._lock:
+            self.counts.num_errors[call] += 1
+        breaker.note_failure(error)

@@ -1,0 +1,259 @@
+"""``quire cache``: what a folder holds, which files are no records, what goes, what is exported."""
+
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from conformance.tier_cases import soon
+from quire.cli import main
+from quire.tiers.files import FileTier
+from quire.tiers.fingerprint import Fingerprint
+from quire.tiers.record import Checksums, KeyedSeal, RecordHeader, Seal, read_header
+from quire.tiers.record_folder import list_records
+from tiers.faulty import BYTE_FAULTS, FaultyTier
+from tiers.records import BLOCK_SIZE, PARTS, chain_of_blocks, right_record, small_format
+
+FINGERPRINT = Fingerprint.of({"model": "tiny [red]", "dtype": "bfloat16", "layers": [1, 2]})
+BLOCKS = chain_of_blocks(5)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def make(path: Path) -> FileTier:
+    return FileTier(path, FINGERPRINT.namespace, size_bytes=1 << 24, reserve_bytes=0)
+
+
+def fill(path: Path, seal: Seal | None = None, *, groups: tuple[int, ...] = (0, 1)) -> list[str]:
+    """Store the records of ``BLOCKS``; returns their names as hex digits."""
+    tier, names = make(path), list[str]()
+    tier.describe(FINGERPRINT.description)
+    for group in groups:
+        of = small_format(seal, fingerprint=FINGERPRINT.digest, group=group)
+        for block in BLOCKS:
+            name, record = right_record(of, block)
+            assert tier.store([name], [memoryview(record)], soon()) == 1
+            names.append(name.hex())
+    tier.close()
+    return names
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["quire", "cache", *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "200")
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+Cache = Callable[..., tuple[int, str, str]]  # arguments → exit code, output, errors
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cache:
+    return lambda *arguments: run(monkeypatch, capsys, *arguments)
+
+
+def test_each_command_teaches_itself(cache: Cache) -> None:
+    code, out, _ = cache("--help")
+    assert code == 0
+    for name in ("ls", "check", "prune", "export"):
+        assert name in out
+        code, out_of_it, _ = cache(name, "--help")
+        assert code == 0
+        assert f"quire cache {name} /var/cache/quire" in out_of_it
+        assert "Raises" not in out_of_it
+
+
+def test_a_folder_is_listed(cache: Cache, path: Path) -> None:
+    fill(path)
+    code, out, _ = cache("ls", path)
+    assert code == 0
+    assert FINGERPRINT.namespace in out
+    assert "dtype bfloat16, model tiny [red]" in out
+    code, out, _ = cache("ls", path, "--json")
+    (found,) = json.loads(out)["namespaces"]
+    assert found["description"] == {"model": "tiny [red]", "dtype": "bfloat16", "layers": [1, 2]}
+    assert found["num_records"] == 2 * len(BLOCKS)
+    assert found["newest_used_s"] <= time.time()
+
+
+def test_a_folder_that_is_not_there_is_said(cache: Cache, path: Path) -> None:
+    for command in (("ls",), ("check",), ("prune", "--age", "1d"), ("export", "aa", "x")):
+        code, _, err = cache(command[0], path, *command[1:])
+        assert code == 1
+        assert "no such folder; --kv-tier file:PATH makes one" in err
+
+
+def test_whole_records_pass_the_check(cache: Cache, path: Path) -> None:
+    fill(path)
+    code, out, _ = cache("check", path, "--json")
+    assert code == 0
+    assert json.loads(out)["num_sound"] == 2 * len(BLOCKS)
+    assert json.loads(out)["flawed"] == []
+    assert "10 whole records" in cache("check", path)[1]
+
+
+def test_sealed_records_are_counted_apart(cache: Cache, path: Path) -> None:
+    fill(path, KeyedSeal(bytes(32)))
+    code, out, _ = cache("check", path, "--json")
+    assert code == 0
+    assert (json.loads(out)["num_sound"], json.loads(out)["num_sealed"]) == (0, 10)
+
+
+@pytest.mark.parametrize("fault", BYTE_FAULTS)
+def test_a_fault_of_bytes_is_found(cache: Cache, path: Path, fault: str) -> None:
+    names = fill(path)
+    tier = make(path)
+    of = small_format(fingerprint=FINGERPRINT.digest)
+    name, record = right_record(of, BLOCKS[2])
+    for seed in range(3):
+        FaultyTier(tier, seed=seed).store_spoiled(fault, name, memoryview(record), soon())
+        code, out, _ = cache("check", path, "--json")
+        (flawed,) = json.loads(out)["flawed"]
+        assert code == 1
+        assert flawed["file"].endswith(names[2])
+    assert cache("check", path, "--remove")[0] == 1
+    assert cache("check", path)[0] == 0
+    assert tier.find([name], soon()) == 0
+    tier.close()
+
+
+def test_hostile_files_are_bounded(cache: Cache, path: Path) -> None:
+    names = fill(path, groups=(0,))
+    files = sorted(Path(record.path) for record in list_records(path, FINGERPRINT.namespace))
+    good = files[0].read_bytes()
+    huge = (2**32 - 1).to_bytes(4, "little")
+    files[0].write_bytes(good[:12] + huge + good[16:])
+    files[1].write_bytes(b"")
+    with files[2].open("wb") as file:  # 1 TiB of nothing, whose header says that it is one
+        file.write(good[:16] + (2**40 - 2**20).to_bytes(8, "little") + good[24:64])
+        file.seek(12)
+        file.write((2**20).to_bytes(4, "little"))
+        file.truncate(2**40)
+    files[3].write_bytes(good[:160] + huge + good[164:])
+    begin_s = time.monotonic()
+    code, out, _ = cache("check", path, "--json")
+    assert time.monotonic() - begin_s < 5
+    assert code == 1
+    assert len(json.loads(out)["flawed"]) == 4
+    assert len(names) == 5
+
+
+def test_a_header_is_read_from_any_bytes() -> None:
+    of = small_format(fingerprint=FINGERPRINT.digest)
+    _, record = right_record(of, BLOCKS[0])
+    good = bytes(record)
+    header = read_header(good, len(good))
+    assert isinstance(header, RecordHeader)
+    assert header.parts == PARTS
+    assert header.token_ids == tuple(BLOCKS[0].token_ids.tolist())
+    assert header.name == right_record(of, BLOCKS[0])[0]
+    assert (header.parent, header.chain) == (BLOCKS[0].parent, BLOCKS[0].chain)
+    draw = np.random.default_rng(0)
+    for _ in range(3000):
+        bad = bytearray(good[: draw.integers(0, len(good)) if draw.random() < 0.3 else None])
+        for _ in range(draw.integers(1, 4)):
+            if bad:
+                bad[draw.integers(0, min(len(bad), of.header_bytes))] = draw.integers(0, 256)
+        found = read_header(bytes(bad), len(bad))
+        assert isinstance(found, RecordHeader | str)
+
+
+def test_pruning_by_age_and_size_asks_first(
+    cache: Cache, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(path)
+    for record in list(list_records(path, FINGERPRINT.namespace))[:4]:
+        os.utime(record.path, (time.time() - 1e6,) * 2)
+    code, _, err = cache("prune", path, "--age", "1d")
+    assert code == 1
+    assert "it needs --yes" in err
+    for answer in ("n\n", ""):
+        terminal = io.StringIO(answer)
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert cache("prune", path, "--age", "1d")[0] == 1
+        assert len(list(list_records(path, FINGERPRINT.namespace))) == 10
+    code, out, _ = cache("prune", path, "--age", "1d", "--yes")
+    assert code == 0
+    assert "4 records removed" in out
+    code, out, _ = cache("prune", path, "--size", "8KiB", "--yes", "--json")
+    assert json.loads(out)["num_removed"] == 4
+    assert len(list(list_records(path, FINGERPRINT.namespace))) == 2
+
+
+def test_pruning_a_namespace(cache: Cache, path: Path) -> None:
+    fill(path)
+    for wrong, said in (
+        (("--namespace", "zz"), "no such one"),
+        (("--namespace", "a", "--age", "1d"), "give --size, --age or both"),
+        ((), "give --size, --age or both"),
+        (("--age", "soon"), "such as 7d"),
+    ):
+        code, _, err = cache("prune", path, "--yes", *wrong)
+        assert code == 1
+        assert said in err
+    code, out, _ = cache("prune", path, "--namespace", FINGERPRINT.namespace[:5], "--yes")
+    assert code == 0
+    assert "10 records removed" in out
+    assert not (path / FINGERPRINT.namespace).exists()
+
+
+def test_a_chain_is_exported_with_its_tokens_and_bytes(
+    cache: Cache, path: Path, tmp_path: Path
+) -> None:
+    names, out_file = fill(path), tmp_path / "prompt.safetensors"
+    code, out, _ = cache("export", path, names[3], out_file, "--json")
+    assert code == 0
+    assert json.loads(out)["num_blocks"] == 4
+    with safe_open(out_file, "pt") as found:
+        assert len(found.keys()) == 4 * 2 * len(PARTS)
+        tokens = json.loads(found.metadata()["token_ids"])
+        assert tokens == [token for block in BLOCKS[:4] for token in block.token_ids.tolist()]
+        assert len(tokens) == 4 * BLOCK_SIZE
+        of = small_format(Checksums(), fingerprint=FINGERPRINT.digest)
+        _, record = right_record(of, BLOCKS[2])
+        first = found.get_tensor("block.00002.group.0.layer.0")
+        assert (str(first.dtype), tuple(first.shape)) == ("torch.bfloat16", PARTS[0].shape)
+        raw = b"".join(
+            found.get_tensor(f"block.00002.group.0.layer.{layer}").view(torch.uint8).numpy()
+            for layer in (0, 1)
+        )
+        assert raw == bytes(of.payload(memoryview(record)))
+    code, _, err = cache("export", path, names[3], out_file)
+    assert code == 1
+    assert "File exists" in err
+
+
+def test_what_cannot_be_exported_is_said(cache: Cache, path: Path, tmp_path: Path) -> None:
+    names, out_file = fill(path, groups=(0,)), tmp_path / "prompt.safetensors"
+    shard = path / FINGERPRINT.namespace / names[1][:2] / names[1]
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    for record, said in (("zz", "nowhere"), ("", "5 records"), (names[3], "is damaged")):
+        code, _, err = cache("export", path, record, out_file)
+        assert code == 1
+        assert said in err
+        assert not out_file.exists()
+    sealed = path / "sealed"
+    names = fill(sealed, KeyedSeal(bytes(32)), groups=(0,))
+    code, _, err = cache("export", sealed, names[0], out_file)
+    assert code == 1
+    assert "is sealed" in err

@@ -1,0 +1,241 @@
+"""Blocks that leave the pool and come back: the same texts, whatever a tier does meanwhile."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.covering import in_turn
+from engine.simulation import Attic, replay
+from engine.test_llm import ids, model_of, prompts
+from models.test_recurrent import HYBRIDS
+from quire import LLM, SamplingParams
+from quire.engine.scheduling.offload_policy import OffloadPolicy
+from quire.errors import ConfigError
+from quire.tiers import TIERS, Tier, TierAddress
+from quire.tiers.host_memory import HostMemoryTier
+from tiny import random_model
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+LENGTHS = (100, 75, 49, 64)
+CACHES: dict[str, dict[str, Any]] = {
+    "paged": dict(cache="paged"),
+    "virtual, shared": dict(cache="virtual"),
+    "int8": dict(cache="paged", kv_cache_dtype="int8_per_token_head"),
+}
+
+
+class Kept:
+    """A kind of tier that outlives its engine, as a folder does."""
+
+    def __init__(self, make: Any = HostMemoryTier) -> None:
+        self._make = make
+        self.tiers: dict[str, Tier] = {}
+
+    def __call__(self, address: TierAddress, record_bytes: int, namespace: str) -> Tier:
+        if namespace not in self.tiers:
+            tier = self._make(64 * 2**20, record_bytes)
+            tier.close = lambda: None
+            self.tiers[namespace] = tier
+        return self.tiers[namespace]
+
+
+@contextmanager
+def kind(name: str, make: Any) -> Iterator[None]:
+    TIERS.register(name, make)
+    try:
+        yield
+    finally:
+        TIERS.unregister(name)
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    made = Kept()
+    with kind("kept", made):
+        yield made
+
+
+def made(model: Any = "llama", **options: Any) -> LLM:
+    """An engine that thinks computing takes for ever, so that it waits for tiers."""
+    defaults: dict[str, Any] = dict(
+        max_model_len=128, max_num_seqs=4, kv_cache_memory_bytes="4MiB", kv_tier_write="always"
+    )
+    llm = LLM(model_of(model) if isinstance(model, str) else model, **{**defaults, **options})
+    llm.engine.scheduler.costs.note_step = lambda *_: None  # type: ignore[method-assign]
+    return llm
+
+
+def offload(llm: LLM) -> OffloadPolicy:
+    found = llm.engine.scheduler.offload
+    assert found is not None
+    return found
+
+
+def texts(llm: LLM, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[int, ...]]:
+    return ids(llm.generate(prompts(lengths), GREEDY))
+
+
+def until(holds: Any) -> None:
+    """Wait for another thread."""
+    stop_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < stop_s, "it never came"
+        time.sleep(0.005)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("cache", "name"),
+    in_turn(CACHES, ["llama", "gemma3", "deepseek_v3", "lfm2", "falcon_h1", "qwen3_next"]),
+)
+def test_an_engine_that_begins_anew_finds_what_another_one_has_stored(
+    cache: str, name: str, kept: Kept
+) -> None:
+    """In every layout, with windows, latents and states: the same texts, mostly not computed."""
+    model = random_model(HYBRIDS[name]()) if name in HYBRIDS else model_of(name)
+    options = CACHES[cache]
+    if name in HYBRIDS and cache == "int8":
+        options = CACHES["paged"]
+    with made(model, **options) as llm:
+        expected = texts(llm)
+    with made(model, **options, kv_tier=("kept:",)) as llm:
+        assert texts(llm) == expected
+        assert offload(llm).counts.stored_blocks
+    with made(model, **options, kv_tier=("kept:",)) as llm:
+        found = llm.generate(prompts(LENGTHS), GREEDY)
+        assert ids(found) == expected
+        cached = [each.num_cached_tokens for each in found]
+        assert sum(cached) >= 0.5 * sum(LENGTHS), cached
+        assert offload(llm).counts.hit_tokens == sum(cached)
+        llm.engine.scheduler.check()
+
+
+def test_blocks_that_were_evicted_come_back() -> None:
+    """A pool for two prompts, and a tier for all: in the second round little is computed."""
+    with made(kv_cache_memory_bytes=256 * 1024, kv_offloading_size="8MiB") as llm:
+        expected = texts(llm)
+        for _ in range(3):
+            assert texts(llm) == expected
+        assert offload(llm).counts.hit_tokens >= 0.7 * sum(LENGTHS)
+        llm.engine.scheduler.check()
+        assert llm.accounting.usage().used_bytes == 0
+
+
+def test_what_waits_to_be_stored_goes_out_while_the_engine_is_idle_and_when_it_ends(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.offloading.staging_bytes", lambda *_: 3 * 2**17)
+    with made(kv_tier=("kept:",)) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+        counts = offload(llm).counts
+        assert counts.stored_blocks >= sum(length // 16 for length in LENGTHS)
+    with made(kv_tier=("kept:",)) as llm:
+        texts(llm, (101, 76, 50))
+    (tier,) = kept.tiers.values()
+    stored = sum(length // 16 for length in (*LENGTHS, 101, 76, 50))
+    assert (tier.usage().num_records or 0) >= stored
+
+
+def test_records_of_a_broken_model_are_dropped(kept: Kept) -> None:
+    """Where logits are no numbers, what a sequence computed is found by no other one."""
+    with made(kv_tier=("kept:",)) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+    (tier,) = kept.tiers.values()
+    before = tier.usage().num_records or 0
+    with made(kv_tier=("kept:",)) as llm:
+        sampler: Any = llm.engine._sampler
+        sample = sampler.sample
+        sampler.sample = lambda logits, plan: sample(torch.full_like(logits, torch.nan), plan)
+        ends = llm.generate(prompts(LENGTHS[:1]), GREEDY)
+        assert ends[0].finish_reason == "error"
+        until(lambda: (tier.usage().num_records or 0) < before)
+        sampler.sample = sample
+        again = llm.generate(prompts(LENGTHS[:1]), GREEDY)
+        assert not again[0].num_cached_tokens
+        assert llm.statistics.num_corrupted == 1
+
+
+def test_other_weights_end_the_use_of_tiers(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    model = random_model(model_of("llama").config)
+    with made(model, kv_tier=("kept:",)) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+        (tier,) = kept.tiers.values()
+        before = tier.usage().num_records
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+        llm.reset_prefix_cache()
+        found = llm.generate(prompts((*LENGTHS, 90)), GREEDY)
+        assert "no block is stored in tiers or loaded from them any more" in caplog.text
+    assert tier.usage().num_records == before
+    with made(model, kv_tier=("kept:",)) as llm:  # a name of its own
+        assert ids(llm.generate(prompts((*LENGTHS, 90)), GREEDY)) == ids(found)
+    assert len(kept.tiers) == 2
+
+
+def shared(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
+    tier: Any = HostMemoryTier(2**24, record_bytes)
+    tier.traits = type(tier.traits)(is_shared=True, is_persistent=True)
+    return tier
+
+
+def test_what_cannot_be_is_refused_in_words(kept: Kept, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"short")
+    for options, said in (
+        (dict(cache="growing"), "cache=growing"),
+        (dict(enable_prefix_caching=False), "enable_prefix_caching"),
+        (dict(kv_tier_key=str(key)), "at least 32"),
+        (dict(kv_tier_key=str(tmp_path / "none")), "No such file"),
+        (dict(kv_tier=("attic:x",)), "'attic' is no tier"),
+        (dict(kv_tier=("/var/cache",)), "has no kind"),
+        (dict(kv_tier_write="often"), "often"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            made(**{"kv_tier": ("kept:",), **options})
+
+
+def test_a_shared_tier_needs_a_key_or_trust(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    with kind("shared", shared):
+        with pytest.raises(ConfigError, match="kv_tier_key"):
+            made(kv_tier=("shared:",))
+        for options in (dict(kv_tier_trusted=True), dict(kv_tier_key=str(key))):
+            with made(kv_tier=("shared:",), **options) as llm:
+                expected = texts(llm)
+                until(lambda llm=llm: not offload(llm).has_more)
+                llm.reset_prefix_cache()
+                assert texts(llm) == expected
+                assert offload(llm).counts.hit_tokens >= 0.8 * sum(LENGTHS)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Attic:
+    """Nothing waits for the clock of this machine; a world has its own."""
+    monkeypatch.setattr("quire.engine.offloading._DROP_AGAIN_S", 0)
+    monkeypatch.setattr("quire.engine.scheduling.offload_policy._LONGEST_WAIT_S", 1e9)
+    return Attic()
+
+
+def test_whole_engines_read_what_was_written_whatever_tiers_do(quick: Attic) -> None:
+    """Engines of all kinds, one after the other, that share tiers which lie, lose and refuse."""
+    for seed in range(24):
+        replay(seed, quick)
+    assert quick.num_hit_tokens > 100
+
+
+@pytest.mark.full
+def test_a_thousand_engines_read_what_was_written(quick: Attic) -> None:
+    for seed in range(1000, 2000):
+        replay(seed, quick)
+    assert quick.num_hit_tokens > 5000
+    assert quick.num_bad > 10
