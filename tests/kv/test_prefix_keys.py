@@ -15,6 +15,7 @@ A, B, AB = "a" * 64, "b" * 64, "ab" * 32  # adapters
 
 WORLDS = [
     NO_KEYS,
+    PrefixKeys(tenant="a"),
     PrefixKeys(salt="a"),
     PrefixKeys(salt="b"),
     PrefixKeys(lora=A),
