@@ -51,6 +51,8 @@ SEEDS: dict[str | bytes, str] = {
     r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)": "12.5 GiB",
     r"0?[0-7]{3}": "0660",
     r"[_-]": "a_b-c",
+    r"ipc://(?P<path>\S+)": "ipc:///a/b",
+    r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.*-]+)):(?P<port>[0-9]{1,5})": "tcp://a-b.c:1234",
 }
 # Run with a pattern, its seed and the methods: all that grows out of the seed.
 _ATTACK = """

@@ -81,6 +81,10 @@ class Checks:
                 continue
             number = self.world.prefixes.by_digest[event.block_hash]
             place = event.group_idx, number
+            root = nodes[number]
+            while root.parent is not None:
+                root = nodes[root.parent]
+            assert event.root_keys == root.extra
             if isinstance(event, BlockRemoved):
                 self.world.present.remove(place)
                 continue
@@ -95,6 +99,7 @@ class Checks:
                 parent_block_hash=None if first else parent.digest,
                 token_ids=node.tokens,
                 extra_keys=(*(parent.extra if first else ()), *node.extra),
+                root_keys=root.extra,
                 group_idx=event.group_idx,
             )
         self.world.index.events.clear()

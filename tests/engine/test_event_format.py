@@ -21,6 +21,7 @@ from quire.spec import Group, LayerSpec
 
 SIZE = 4
 SALT: Extra = (("salt", "a tenant's secret"),)
+TENANT: Extra = (("tenant", "made from a key"),)
 LORA: Extra = (("lora", "poems-2"),)
 
 
@@ -149,6 +150,19 @@ def test_a_salt_is_never_said() -> None:
     assert unlike.extra_keys != stored.extra_keys
 
 
+def test_a_tenant_is_not_told_and_its_blocks_are_named_by_a_key() -> None:
+    """Routers compare token ids alone then, as where there are no tenants."""
+    events = [*chain(2, TENANT), *map(gone, chain(2, TENANT))]
+    payload = encoder().encode(1.0, events)
+    assert TENANT[0][1].encode() not in payload
+    stored, removed = decode_batch(payload).events
+    assert isinstance(stored, StoredBlocks)
+    assert isinstance(removed, RemovedBlocks)
+    assert stored.extra_keys is None
+    assert stored.block_hashes == removed.block_hashes
+    assert not {*stored.block_hashes} & {name_of(each) for each in chain(2, TENANT)}
+
+
 @pytest.mark.parametrize("payload", [b"", b"\x93", b"\x93\x01\x91\x81\xa4type\xa3Bad\x00", b"ab"])
 def test_other_bytes_are_no_batch(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
@@ -157,7 +171,7 @@ def test_other_bytes_are_no_batch(payload: bytes) -> None:
 
 CHAINS = [
     chain(4, root, images=images, group=group)
-    for root in ((), SALT, LORA)
+    for root in ((), SALT, LORA, TENANT)
     for images in ({}, {0: "cat@0", 2: "dog@3"})
     for group in (0, 1)
 ]
@@ -203,7 +217,7 @@ def test_what_is_read_is_what_was_noted(events: list[BlockEvent]) -> None:
     plain = [event for event in events if not isinstance(event, AllBlocksCleared)]
     names = [name for kind, *rest in one_by_one(batch.events) if rest for name in rest[1:2]]
     for event, name in zip(plain, names, strict=True):
-        assert (name == name_of(event)) == (event.root_keys != SALT)
+        assert (name == name_of(event)) == (event.root_keys in ((), LORA))
 
 
 @given(EVENTS)

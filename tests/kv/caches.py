@@ -208,7 +208,7 @@ class Cache:
         """Fill what is lacking of a prefix from outside, if there is something, and room."""
         state = self.state()
         reserved = self.blocks.reserve_blocks(BROUGHT, ids(tokens), keys)
-        if reserved is None:
+        if not reserved:
             assert self.state() == state, "a refusal has changed something"
             return False
         self.end_step()

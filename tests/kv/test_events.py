@@ -1,6 +1,8 @@
 """Events: their readers know what is cached, block by block and group by group."""
 
+import re
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from kv.caches import FULL, SIZE, STATE, Cache, sliding, span
+from quire.engine.event_format import EventEncoder
 from quire.kv import FITS, Image, PrefixKeys
 from quire.kv.prefix_index import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from quire.spec import LayerSpec
@@ -51,6 +54,29 @@ class Mirror:
             if not all(digest in stored for stored in self.stored):
                 return number
         return len(tokens) // SIZE
+
+
+def test_the_chain_is_as_the_reference_says() -> None:
+    """docs/reference/events.md has numbers for programs that compute the chain outside."""
+    page = (Path(__file__).parents[2] / "docs/reference/events.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:root|block \d) \| ([\d ]*)\| `(\w{64})` \| (\d*) ?\|$", page, re.M)
+    assert len(rows) == 6
+    image = Image(content_id="cat", start=5, num_tokens=2)
+    for keys, said in (
+        (PrefixKeys(), rows[:3]),
+        (PrefixKeys(lora="0123456789abcdef" * 4, images=(image,)), rows[3:]),
+    ):
+        cache = Cache(FULL, num_blocks=9, keep_events=True)
+        index, tokens = cache.blocks.index, [int(each) for row in said for each in row[0].split()]
+        cache.start(0, tokens, keys=keys)
+        root = index.root(keys.of_root())
+        nodes = index.walk(root, np.array(tokens, np.int32).tobytes(), keys.of_blocks(SIZE))
+        found = [index.block_hash(index.row(node)) for node in (root, *nodes)]
+        assert [digest.hex() for digest in found] == [row[1] for row in said]
+        names = [str(int.from_bytes(digest[-8:], "big")) for digest in found]
+        assert names[1:] == [row[2] for row in said[1:]]
+        (stored,) = EventEncoder(cache.blocks.groups, SIZE).joined(index.events)
+        assert [str(name) for name in stored.block_hashes] == names[1:]
 
 
 def kinds(cache: Cache) -> list[str]:

@@ -15,6 +15,7 @@ A, B, AB = "a" * 64, "b" * 64, "ab" * 32  # adapters
 
 WORLDS = [
     NO_KEYS,
+    PrefixKeys(tenant="a"),
     PrefixKeys(salt="a"),
     PrefixKeys(salt="b"),
     PrefixKeys(lora=A),
@@ -181,7 +182,11 @@ def test_an_adapters_name_is_refused(lora: str) -> None:
 def test_an_adapter_that_was_replaced_leaves_no_record_behind_that_is_read() -> None:
     """Its blocks have other names in a tier, and other headers; going back, the old ones."""
     form = RecordFormat(
-        bytes(32), 0, SIZE, [Part(layer=0, dtype="int8", shape=(8,), num_bytes=8)], Checksums()
+        bytes(32),
+        0,
+        SIZE,
+        [Part(layer=0, dtype="int8", order="heads first", shape=(8,), num_bytes=8)],
+        Checksums(),
     )
     found = []
     for keys in (NO_KEYS, PrefixKeys(lora=A), PrefixKeys(lora=B), PrefixKeys(lora=A)):

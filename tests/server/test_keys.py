@@ -70,6 +70,7 @@ def test_both_ways_of_sending_a_key_are_understood() -> None:
     bob = known.caller({"x-api-key": "bob-key"})
     assert bob != alice
     assert alice.salt != bob.salt
+    assert alice.keys("x").of_root() not in (bob.keys("x").of_root(), alice.keys(None).of_root())
     for headers in ({}, {"authorization": "Basic alice-key"}, {"authorization": "Bearer "},
                     {"x-api-key": "\udcff"}, {"authorization": "Bearer alice-ke"}):  # fmt: skip
         with pytest.raises(Refused) as refused:

@@ -287,6 +287,18 @@ def test_a_dead_engine_is_scraped() -> None:
     run(main())
 
 
+def test_batches_of_events_are_counted(llm: LLM) -> None:
+    pytest.importorskip("zmq")
+    assert "quire:kv_event_batches_total" not in Scrape(Metrics(llm, "tiny")).names
+    config = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:0"}
+    with small(kv_events_config=config) as own:
+        own.generate(prompts(), GREEDY)
+        metrics = Metrics(own, "tiny")
+    scrape = Scrape(metrics)  # what waited was sent before the end
+    assert scrape("quire:kv_event_batches_total", outcome="published") > 0
+    assert scrape("quire:kv_event_batches_total", outcome="dropped") == 0
+
+
 # -- labels ---------------------------------------------------------------------------------------
 
 

@@ -58,6 +58,8 @@ ASKED: list[tuple[str, Any]] = [
             {"tool_choice": {"type": "function", "function": {"name": WORD}}},
         )
     ),
+    ("/v1/completions/render", {"prompt": SAID, "cache_salt": WORD}),
+    ("/v1/chat/completions/render", {**CHAT, "messages": [{WORD: WORD}]}),
     ("/tokenize", {"prompt": SAID}),
     ("/tokenize", {"messages": CHAT["messages"]}),
     ("/detokenize", {"tokens": [WORD]}),

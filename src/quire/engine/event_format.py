@@ -6,9 +6,9 @@ batch in msgpack. A batch is an array (seconds, events, data-parallel rank), an 
 are not None.
 
 A block is named by 64 bits of its chained SHA-256, as vLLM does. Where the chain begins with a
-salt, which may be a tenant's secret or made from an API key, the hash would tell a guess at the
-salt from a wrong one. Such a block is named by a keyed hash instead, and so is the salt itself; the
-key is the encoder's own.
+tenant, which is made from an API key, or with a salt, the hash would tell a right guess at those
+from a wrong one. Such a block is named by a keyed hash instead, and so is the salt; the key is the
+encoder's own. A tenant is left out: no reader could compare it, and routers would find nothing.
 
 Source: vLLM 0.33.0, vllm/distributed/kv_events.py (names, order and meaning of the fields).
 """
@@ -21,7 +21,14 @@ from typing import Any, TypeAlias, final
 
 import msgspec
 
-from quire.kv.prefix_index import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, Extra
+from quire.kv.prefix_index import (
+    SECRETS,
+    AllBlocksCleared,
+    BlockEvent,
+    BlockRemoved,
+    BlockStored,
+    Extra,
+)
 from quire.spec import (
     ChunkedAttention,
     CrossAttention,
@@ -117,7 +124,7 @@ def decode_batch(payload: bytes) -> EventBatch:
 
 @final
 class EventEncoder:
-    """Writes the events of one prefix index. Two encoders name salted blocks differently."""
+    """Writes the events of one prefix index. Two encoders name blocks of a tenant differently."""
 
     def __init__(self, groups: Sequence[Group], block_size: int) -> None:
         """``groups``: of layers, as events number them; ``block_size``: tokens of a block."""
@@ -194,8 +201,8 @@ class EventEncoder:
         return RemovedBlocks(block_hashes=[number], medium=GPU, group_idx=event.group_idx)
 
     def _number(self, digest: bytes, root_keys: Extra) -> int:
-        """Return a block's name: 64 bits of its hash, keyed where the chain begins with a salt."""
-        if _tagged(root_keys, "salt") is not None:
+        """Return a block's name: 64 bits of its hash, keyed where the chain has a secret."""
+        if any(tag in SECRETS for tag, _ in root_keys):
             digest = blake2b(digest, key=self._key, digest_size=_HASH_BYTES).digest()
         return int.from_bytes(digest[-_HASH_BYTES:], "big")
 

@@ -17,6 +17,7 @@ from quire.kv.block_tables import BlockTables
 from quire.kv.eviction_queue import NO_IDS, Ids
 from quire.kv.prefix_index import (
     NO_BLOCK,
+    SECRETS,
     BlockIdentity,
     BlockKey,
     Extra,
@@ -35,7 +36,7 @@ from quire.units import ceil_div
 Shortfall = Literal[
     "",  # the hit is as long as it may be
     "unknown",  # the index does not know what follows
-    "salt",  # the index knows nothing under this salt
+    "salt",  # the index knows nothing under this salt, or of this tenant
     "evicted",  # a block of full attention was evicted
     "window",  # a window's blocks there were evicted, while later ones may be cached
     "state",  # no recurrent state was kept at a later block's end
@@ -288,7 +289,7 @@ class PrefixCache:
         )
         if hit.shortfall == "unknown" and not nodes and self._index.is_bare(root):
             tags = dict(self._index.extra(self._index.row(root)))
-            return replace(hit, shortfall="salt") if "salt" in tags else hit
+            return hit if SECRETS.isdisjoint(tags) else replace(hit, shortfall="salt")
         return hit
 
     def next_block(

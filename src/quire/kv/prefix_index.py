@@ -74,7 +74,7 @@ BlockEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 # -- prefix index ----------------------------------------------------------------------------------
 
 
-Extra: TypeAlias = tuple[tuple[str, str], ...]  # tagged: ("salt", …), ("lora", …), ("image", …)
+Extra: TypeAlias = tuple[tuple[str, str], ...]  # tagged: ("tenant", …), ("salt", …), ("image", …)
 BlockKey: TypeAlias = tuple[int, bytes] | tuple[int, bytes, Extra]  # a parent node comes first
 
 NO_BLOCK = -1
@@ -533,9 +533,10 @@ def _doubled(array: npt.NDArray[_Number], fill: int) -> npt.NDArray[_Number]:
 
 # -- prefix keys -----------------------------------------------------------------------------------
 
-# Besides token ids, a tenant's salt, an adapter and images tell prefixes apart. Each key is tagged,
-# so that an adapter never equals a salt.
+# Besides token ids, a tenant, a salt, an adapter and images tell prefixes apart. Each is tagged, so
+# that an adapter never equals a salt.
 
+SECRETS = frozenset(("tenant", "salt"))  # tags of keys that are told to no one
 _IS_CONTENT = re.compile(r"[0-9a-f]{64}")
 
 
@@ -552,7 +553,8 @@ class Image:
 class PrefixKeys:
     """Sequences share a prefix only if these are equal for it."""
 
-    salt: str = ""  # a tenant's secret: sequences of different salts never see each other's blocks
+    tenant: str = ""  # made from a caller's key: tenants never see each other's blocks
+    salt: str = ""  # a caller's own secret, which divides what it has once more
     lora: str = ""  # what the adapter that computes keys and values has in it: 64 hex digits
     images: tuple[Image, ...] = ()
 
@@ -569,7 +571,7 @@ class PrefixKeys:
 
     def of_root(self) -> Extra:
         """Return the keys that hold for every block."""
-        tagged = (("salt", self.salt), ("lora", self.lora))
+        tagged = (("tenant", self.tenant), ("salt", self.salt), ("lora", self.lora))
         return tuple(pair for pair in tagged if pair[1])
 
     def of_blocks(self, block_size: int) -> tuple[Extra, ...]:

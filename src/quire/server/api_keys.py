@@ -40,14 +40,8 @@ class Caller:
 
         A salt is the caller's secret within its own cache; it cannot reach into another's.
         """
-        if not cache_salt:
-            return PrefixKeys(salt=self.salt)
-        return PrefixKeys(salt=f"{self.salt}:{_digest(cache_salt.encode()).hex()}")
-
-
-def tenant_of(keys: PrefixKeys) -> str:
-    """Return the salt of the caller that owns these prefixes."""
-    return keys.salt.partition(":")[0]
+        salt = _digest(cache_salt.encode()).hex() if cache_salt else ""
+        return PrefixKeys(tenant=self.salt, salt=salt)
 
 
 UNKNOWN = Caller(number=0, salt="")

@@ -37,6 +37,7 @@ from quire.server.endpoints.chat_completions import chat_completions
 from quire.server.endpoints.completions import completions
 from quire.server.endpoints.embeddings import embeddings, score
 from quire.server.endpoints.kept_responses import cancel, delete, input_items, response
+from quire.server.endpoints.render import render_chat, render_completion
 from quire.server.endpoints.responses import responses
 from quire.server.endpoints.tokens import detokenize, tokenize, tokenizer_info
 from quire.server.endpoints.transcriptions import transcriptions, translations
@@ -92,7 +93,9 @@ def _operations(service: Service) -> list[Operation]:
     feed = Feed(service.llm, chats=bool(service.chat.template.source))
     all_of_them = [
         Operation("/v1/completions", completions, post),
+        Operation("/v1/completions/render", render_completion, post),
         Operation("/v1/chat/completions", chat_completions, post),
+        Operation("/v1/chat/completions/render", render_chat, post),
         Operation("/v1/embeddings", embeddings, post),
         Operation("/v1/score", score, post),
         Operation("/v1/audio/transcriptions", transcriptions, post, media_type="text/plain"),

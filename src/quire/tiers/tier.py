@@ -116,6 +116,6 @@ class Tier(Protocol):
 class DescribedTier(Protocol):
     """What a tier does besides that keeps, for people, what its records are of."""
 
-    def describe(self, text: bytes) -> None:
-        """Keep the fingerprint of the namespace, as a JSON object. Raises: TierError."""
+    def describe(self, description: bytes) -> None:
+        """Keep a namespace's description, a JSON object, beside its records. Raises: TierError."""
         ...

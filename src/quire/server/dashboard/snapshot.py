@@ -15,7 +15,6 @@ from quire.config import EngineConfig
 from quire.engine.llm import LLM
 from quire.engine.sequence import Sequence
 from quire.kv import CellState, Occupancy
-from quire.server.api_keys import tenant_of
 from quire.server.dashboard.frames import (
     LETTERS,
     About,
@@ -303,7 +302,7 @@ def _own_of(
     Cached memory is left out: a tenant could measure it to a block by filling up a step.
     """
     capacity, parts, committed, used, others = llm.elastic.capacity_bytes, [], 0, 0, 0
-    own = [each for each in sequences if tenant_of(each.request.keys) == tenant]
+    own = [each for each in sequences if each.request.keys.tenant == tenant]
     for (number, num_layers), occupancy in zip(shown, occupancies, strict=True):
         part = OwnCells.of(occupancy, {each.seq_id: _cells(llm, number, each) for each in own})
         alike = num_layers // llm.accounting.groups[number].num_layers

@@ -20,10 +20,11 @@ from quire.server.endpoints.answers import Json, as_events, as_json
 from quire.server.endpoints.generation import (
     ChatTurn,
     OutputPiece,
+    TurnRequest,
     one_by_one,
     reasoning_kwargs,
     stop_reason,
-    take_turn,
+    turn_request,
 )
 from quire.server.endpoints.logprobs import of_chat, of_prompt
 from quire.server.request_context import RequestContext
@@ -45,7 +46,17 @@ async def chat_completions(
     context: RequestContext, asked: ChatRequest
 ) -> Json[ChatCompletion] | EventStream[ChatChunk]:
     """Answer a conversation."""
-    turn = await take_turn(
+    made = await chat_request(context, asked)
+    turn = ChatTurn(context, made.request, made.prompt, made.own_stops)
+    answering = _Answering(turn, asked)
+    if asked.stream:
+        return as_events(context, answering.chunks())
+    return as_json(context, await answering.whole())
+
+
+async def chat_request(context: RequestContext, asked: ChatRequest) -> TurnRequest:
+    """Write the prompt, and make the engine's request. Raises: Refused; RequestError."""
+    return await turn_request(
         context,
         conversation(asked),
         asked,
@@ -54,10 +65,6 @@ async def chat_completions(
         else asked.max_completion_tokens,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
     )
-    answering = _Answering(turn, asked)
-    if asked.stream:
-        return as_events(context, answering.chunks())
-    return as_json(context, await answering.whole())
 
 
 def conversation(asked: ChatRequest) -> ChatInput:

@@ -38,13 +38,17 @@ async def completions(
     context: RequestContext, asked: CompletionRequest
 ) -> Json[Completion] | EventStream[Completion]:
     """Continue a text, or several."""
-    requests = [
-        await _request(context, prompt, asked) for prompt in prompts_of(asked.prompt, "prompt")
-    ]
+    requests = await completion_requests(context, asked)
     continuing = _Continuing(Generation(context, requests, "text_completion"), asked)
     if asked.stream:
         return as_events(context, continuing.chunks())
     return as_json(context, await continuing.whole())
+
+
+async def completion_requests(context: RequestContext, asked: CompletionRequest) -> list[Request]:
+    """Make the engine's request of each prompt. Raises: Refused; RequestError."""
+    prompts = prompts_of(asked.prompt, "prompt")
+    return [await _request(context, prompt, asked) for prompt in prompts]
 
 
 async def _request(

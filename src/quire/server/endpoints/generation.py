@@ -172,8 +172,7 @@ class Generation:
         after: "Generation | None" = None,
     ) -> None:
         service = context.service
-        longest = service.max_model_len * (service.config.max_logprobs + 1)
-        _refuse_too_much(requests, max(MAX_LOGPROBS, longest))
+        refuse_too_much(context, requests)
         self.context, self.service, self.requests = context, service, requests
         self.num_choices = requests[0].num_choices  # of each prompt
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
@@ -309,8 +308,10 @@ async def one_by_one(make: Callable[[int, T], R], several: Iterable[T]) -> list[
     return made
 
 
-def _refuse_too_much(requests: Sequence[Request], most_logprobs: int) -> None:
+def refuse_too_much(context: RequestContext, requests: Sequence[Request]) -> None:
     """Bound the products of fields that are bounded one by one. Raises: Refused."""
+    longest = context.service.max_model_len * (context.service.config.max_logprobs + 1)
+    most_logprobs = max(MAX_LOGPROBS, longest)
     num_continuations = sum(request.params.n for request in requests)
     if num_continuations > MAX_CONTINUATIONS:
         raise invalid(
@@ -440,6 +441,15 @@ class ChatTurn(Generation):
         return "tool_calls" if is_call else reason
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """A conversation as the engine is asked to continue it."""
+
+    request: Request
+    prompt: ChatPrompt
+    own_stops: frozenset[str]  # stop strings that the model needs and the client has not named
+
+
 async def take_turn(
     context: RequestContext,
     chat: ChatInput,
@@ -451,6 +461,32 @@ async def take_turn(
     num_bytes: int = 0,
 ) -> ChatTurn:
     """Write the prompt of a conversation and join the queue.
+
+    Arguments are those of ``turn_request``. Raises: Refused; RequestError.
+    """
+    made = await turn_request(
+        context,
+        chat,
+        asked,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        within_context=within_context,
+        num_bytes=num_bytes,
+    )
+    return ChatTurn(context, made.request, made.prompt, made.own_stops)
+
+
+async def turn_request(
+    context: RequestContext,
+    chat: ChatInput,
+    asked: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    within_context: bool = False,
+    num_bytes: int = 0,
+) -> TurnRequest:
+    """Write the prompt of a conversation, and make the engine's request.
 
     ``within_context``: cut ``max_tokens`` to the context instead of refusing it. ``num_bytes``: the
     size of a conversation that is longer than the body.
@@ -488,7 +524,7 @@ async def take_turn(
         params = replace(params, skip_special_tokens=prompt.skip_special_tokens)
     chosen = searched(asked, params) if isinstance(asked, Searching) else params
     request = await engine_request(context, token_ids, chosen, asked)
-    return ChatTurn(context, request, prompt, own_stops)
+    return TurnRequest(request=request, prompt=prompt, own_stops=own_stops)
 
 
 def reasoning_kwargs(effort: str | None) -> dict[str, Any]:

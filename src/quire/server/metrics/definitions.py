@@ -19,6 +19,13 @@ def _sources(reading: MetricReading) -> dict[str, float]:
     return {"local_compute": all_of_them - cached, "local_cache_hit": cached}
 
 
+def _event_batches(reading: MetricReading) -> dict[str, float]:
+    events = reading.kv_events
+    if events is None:  # there are none
+        return {}
+    return {"published": events.num_published, "dropped": events.num_dropped}
+
+
 COUNTERS = (
     counter(
         "vllm:prefix_cache_queries_total",
@@ -129,6 +136,14 @@ COUNTERS = (
         "bytes",
         "KV memory that was given back to the machine.",
         lambda r: r.elastic.returned_bytes,
+    ),
+    counters(
+        "quire:kv_event_batches_total",
+        "batches",
+        "outcome",
+        "Batches of the prefix cache's events: published, or dropped since too many waited "
+        "(max_queue_size).",
+        _event_batches,
     ),
     MetricFamily(
         name="vllm:admission_rejections_total",

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args
 
 from quire.engine.elastic import Elasticity
+from quire.engine.event_publisher import EventPublisher
 from quire.engine.llm import LLM
 from quire.engine.statistics import Histogram, Statistics
 from quire.kv import Usage
@@ -100,6 +101,7 @@ class MetricReading:
     is_up: bool
     sleep_level: int
     cache_config: Mapping[str, str]
+    kv_events: EventPublisher | None
     counts: Counts
 
     @property
@@ -122,6 +124,7 @@ def read(llm: LLM, counts: Counts) -> MetricReading:
         is_up=not llm.is_closed,
         sleep_level=llm.sleep_level,
         cache_config=_cache_config(llm),
+        kv_events=llm.kv_events,
         counts=counts,
     )
 
