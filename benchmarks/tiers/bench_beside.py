@@ -54,7 +54,9 @@ def _prompt(rng: random.Random, loaded: LoadedModel, num_tokens: int) -> list[in
     return [rng.randrange(5, loaded.vocab_size) for _ in range(num_tokens)]
 
 
-def _beside_loads(loaded: LoadedModel, rng: random.Random, where: str, rounds: int) -> None:
+def _beside_loads(  # noqa: C901 - one measurement, from its beginning to its end
+    loaded: LoadedModel, rng: random.Random, where: str, rounds: int
+) -> None:
     engines = {
         "tier": _engine(loaded, kv_tier=(where,), kv_tier_write="always"),
         "without": _engine(loaded),
