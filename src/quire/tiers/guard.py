@@ -10,11 +10,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
 from quire.tiers.record import BadReason, RecordFormat
-from quire.tiers.tier import Deadline, Name, Tier, TierError, TierTraits, TierUsage
+from quire.tiers.tier import (
+    ClearableTier,
+    Deadline,
+    EvictingTier,
+    Name,
+    Tier,
+    TierError,
+    TierTraits,
+    TierUsage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +101,9 @@ class GuardedTier:
         self.name, self.formats, self.is_sealed = name, tuple(formats), is_sealed
         self.counts = TierCounts()
         self.is_suspect = False
+        self._is_stale = False  # it was to forget all its records, and may have some
         self._tier = tier
+        self._usage = self._usage_now()
         self._reads, self._writes = Breaker(name, "loading"), Breaker(name, "storing")
         self._lock = threading.Lock()
         self._recent: list[int] = []  # bad records, as numbers of records so far
@@ -106,7 +117,7 @@ class GuardedTier:
     @property
     def may_load(self) -> bool:
         """Whether the tier may be asked for records now."""
-        return not self.is_suspect and self._reads.is_closed
+        return not (self.is_suspect or self._is_stale) and self._reads.is_closed
 
     @property
     def may_store(self) -> bool:
@@ -116,15 +127,22 @@ class GuardedTier:
     @property
     def state(self) -> Literal["ok", "suspect", "broken"]:
         """Return the tier's state, as a metric shows it."""
-        if self.is_suspect:
+        if self.is_suspect or self._is_stale:
             return "suspect"
         return "broken" if self._reads.is_broken or self._writes.is_broken else "ok"
 
     def trust(self) -> None:
         """Load from the tier again, after an administrator has looked at it."""
         with self._lock:
-            self.is_suspect = False
+            self.is_suspect = self._is_stale = False
             self._recent.clear()
+
+    def counted(self) -> TierCounts:
+        """Return a copy of the counts, which threads of the carrier go on writing."""
+        with self._lock:
+            counts = self.counts
+            errors, bad = Counter(counts.num_errors), Counter(counts.num_bad)
+            return replace(counts, num_errors=errors, num_bad=bad)
 
     def find(self, names: Sequence[Name], deadline: Deadline) -> int:
         """Count how many of these records, from the first one on, are probably there."""
@@ -201,6 +219,7 @@ class GuardedTier:
             self.counts.num_stored += count
             self.counts.stored_bytes += sum(len(record) for record in records[:count])
             self.counts.num_stores_dropped += len(names) - count
+        self._usage = self._usage_now()
         return count
 
     def drop(self, names: Sequence[Name], deadline: Deadline) -> bool:
@@ -210,14 +229,42 @@ class GuardedTier:
         except TierError as error:
             self._failed("drop", error, self._writes)
             return False
+        self._usage = self._usage_now()
         return True
 
-    def usage(self) -> TierUsage:
-        """Return what the tier holds, or nothing where it cannot say."""
+    @property
+    def may_clear(self) -> bool:
+        """Whether the tier can find all records of its namespace, to forget them."""
+        return isinstance(self._tier, ClearableTier)
+
+    def clear(self, deadline: Deadline) -> str | None:
+        """Have the tier forget all records of its namespace. Return why it has not, or None.
+
+        One that has not is suspect: what was to be forgotten may be found there.
+        """
+        assert isinstance(self._tier, ClearableTier)
+        self._is_stale = True
         try:
-            return self._tier.usage()
-        except TierError:
-            return TierUsage()
+            self._tier.clear(deadline)
+        except TierError as error:
+            self._failed("clear", error, self._writes)
+            return str(error)
+        self._is_stale = False
+        self._usage = self._usage_now()
+        return None
+
+    @property
+    def tells_evictions(self) -> bool:
+        """Whether ``take_evicted`` has all that the tier evicts."""
+        return isinstance(self._tier, EvictingTier)
+
+    def take_evicted(self) -> list[Name]:
+        """Return the records that the tier has evicted since the last call, if it tells them."""
+        return self._tier.take_evicted() if isinstance(self._tier, EvictingTier) else []
+
+    def usage(self) -> TierUsage:
+        """Return what the tier held after the last store or drop, without asking it."""
+        return self._usage
 
     def close(self) -> None:
         """Give back what this process holds of the tier."""
@@ -225,6 +272,16 @@ class GuardedTier:
             self._tier.close()
         except TierError as error:
             log.warning("tier %s: %s", self.name, error)
+        traits = self._tier.traits
+        if not (traits.is_persistent or traits.is_shared):
+            self._usage = replace(self._usage, num_records=0, used_bytes=0)
+
+    def _usage_now(self) -> TierUsage:
+        try:
+            return self._tier.usage()
+        except Exception:  # of a tier of another package: what it holds is not known
+            log.debug("tier %s does not say what it holds", self.name, exc_info=True)
+            return TierUsage()
 
     def _failed(self, call: str, error: TierError, breaker: Breaker) -> None:
         with self._lock:
