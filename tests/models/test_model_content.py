@@ -147,6 +147,19 @@ def test_another_release_is_another_model(
     assert model_content(loaded, kept) == before, "a build of the same release"
 
 
+def test_a_quantized_model_has_the_release_of_what_reads_its_codes(
+    folder: Path, kept: KeptHashes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_content_module, "version", lambda name: "0.99.0+cpu")
+    loaded = own(folder)
+    config = AutoConfig.from_pretrained(folder)
+    planned = content_of_files(loaded.files, config, loaded.dtype, kept, quantizes=True)
+    loaded.model.config.quantization_config = {"quant_method": "torchao"}
+    content = model_content(loaded, kept)
+    assert content.code == planned.code
+    assert content.code["torchao"] == "0.99.0"
+
+
 def test_a_file_that_changed_since_it_was_loaded_has_no_name(
     folder: Path, kept: KeptHashes
 ) -> None:

@@ -21,8 +21,9 @@ from quire.tiers.record_folder import NamespaceContents, namespaces_of
 from quire.units import format_bytes, format_count
 
 _KIND = "file"  # of tiers that lie in folders
-_NO_DESCRIPTION = "nothing says what it is: its namespace.json is missing or cannot be read"
-_OTHER_DESCRIPTION = "its namespace.json was changed: it describes the namespace {}"
+_NO_DESCRIPTION = (
+    "nothing says what it is: its namespace.json is missing, cannot be read, or is another's"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +135,7 @@ def _compared(contents: NamespaceContents, own: Fingerprint | None) -> FoundName
 def _differences(contents: NamespaceContents, own: Fingerprint | None) -> Iterator[str]:
     if own is not None and contents.name == own.namespace:
         return
-    try:
-        theirs = Fingerprint.of(contents.description)
-    except TypeError:
-        theirs = None
-    if theirs is None or not contents.description:
+    if contents.fingerprint is None:
         yield _NO_DESCRIPTION
-    elif theirs.namespace != contents.name:
-        yield _OTHER_DESCRIPTION.format(theirs.namespace)
     elif own is not None:
-        yield from own.difference(theirs)
+        yield from own.difference(contents.fingerprint)

@@ -95,7 +95,13 @@ def planned_fingerprint(name: str | Path | None, config: EngineConfig) -> Finger
     if not files:
         raise CannotName(f"the weights of {source} are not on this machine")
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
-    content = content_of_files(files, hf_config, dtype, KeptHashes(kernel_dir()))
+    content = content_of_files(
+        files,
+        hf_config,
+        dtype,
+        KeptHashes(kernel_dir()),
+        quantizes=config.quantization is not None,
+    )
     spec = spec.computed_in(dtype)
     if config.tensor_parallel_size > 1:
         spec = part_spec(source, hf_config, spec, config.tensor_parallel_size)

@@ -9,8 +9,9 @@ What cannot be named is refused, for entries under a wrong name would be taken f
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +64,27 @@ def model_content(loaded: LoadedModel, kept: KeptHashes) -> ModelContent:
         weights=weights,
         config=named_config(loaded.model.config),
         dtype=loaded.dtype,
-        code=_releases() | modules.code(),
+        code=_releases(_is_quantized(loaded.model.config)) | modules.code(),
     )
 
 
 def content_of_files(
-    files: Sequence[WeightFile], config: PreTrainedConfig, dtype: str, kept: KeptHashes
+    files: Sequence[WeightFile],
+    config: PreTrainedConfig,
+    dtype: str,
+    kept: KeptHashes,
+    *,
+    quantizes: bool = False,
 ) -> ModelContent:
     """Name the model that ``load`` would make of files, whose weights have this dtype.
 
-    No weight is kept in memory. Raises: CannotName.
+    ``quantizes``: while it loads them. No weight is kept in memory. Raises: CannotName.
     """
     return ModelContent(
-        weights=_of_files(files, kept), config=named_config(config), dtype=dtype, code=_releases()
+        weights=_of_files(files, kept),
+        config=named_config(config),
+        dtype=dtype,
+        code=_releases(quantizes or _is_quantized(config)),
     )
 
 
@@ -115,12 +124,20 @@ def _without_origin(value: Any) -> Any:
     return value
 
 
-def _releases() -> dict[str, str]:
+def _is_quantized(config: PreTrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _releases(is_quantized: bool) -> dict[str, str]:
     """Return the releases of the libraries that compute, without the build: "2.13.0"."""
-    return {
+    found = {
         "transformers": transformers.__version__,
         "torch": torch.__version__.partition("+")[0],
     }
+    if is_quantized:  # by torchao, as a rule
+        with suppress(PackageNotFoundError):
+            found["torchao"] = version("torchao").partition("+")[0]
+    return found
 
 
 def _of_files(files: Sequence[WeightFile], kept: KeptHashes) -> str:

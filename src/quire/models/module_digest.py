@@ -36,7 +36,9 @@ _NOT_READ = frozenset(
 _BOOKS = vars(nn.Module()).keys() - {"training"}
 # Packages whose release is named elsewhere, Python's own, and Quire's, whose arithmetic has a
 # number.
-_NAMED_PACKAGES = {"torch", "transformers", "quire", *sys.stdlib_module_names} - {"__main__"}
+_NAMED_PACKAGES = {"torch", "transformers", "torchao", "quire", *sys.stdlib_module_names} - {
+    "__main__"
+}
 _PLAIN = (bool, int, str)
 _SHOWN = (float, complex, bytes, range, slice, torch.dtype)
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, type(str.join))
