@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, final
+from typing import Literal, TypeAlias, final, get_args
 
 from quire.tiers.record import BadReason, RecordFormat
 from quire.tiers.tier import (
@@ -26,6 +26,9 @@ from quire.tiers.tier import (
 )
 
 log = logging.getLogger(__name__)
+
+TierCall: TypeAlias = Literal["find", "load", "store", "drop", "clear"]
+TIER_CALLS: tuple[TierCall, ...] = get_args(TierCall)
 
 _LONGEST_BREAK_S = 60.0
 _SUSPECT_AFTER, _OUT_OF = 2, 1000  # bad records
@@ -82,7 +85,7 @@ class TierCounts:
     stored_bytes: int = 0
     store_s: float = 0.0
     num_stores_dropped: int = 0  # records that a full, slow or broken tier did not take
-    num_errors: Counter[str] = field(default_factory=Counter)  # by call
+    num_errors: Counter[TierCall] = field(default_factory=Counter)
     num_bad: Counter[BadReason] = field(default_factory=Counter)
 
 
@@ -283,7 +286,7 @@ class GuardedTier:
             log.debug("tier %s does not say what it holds", self.name, exc_info=True)
             return TierUsage()
 
-    def _failed(self, call: str, error: TierError, breaker: Breaker) -> None:
+    def _failed(self, call: TierCall, error: TierError, breaker: Breaker) -> None:
         with self._lock:
             self.counts.num_errors[call] += 1
         breaker.note_failure(error)
