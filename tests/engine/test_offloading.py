@@ -1,6 +1,8 @@
 """Blocks that leave the pool and come back: the same texts, whatever a tier does meanwhile."""
 
+import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ from quire.engine.scheduling.offload_policy import OffloadPolicy
 from quire.errors import ConfigError, RequestError
 from quire.tiers import TIERS, Deadline, Tier, TierAddress, TierError
 from quire.tiers.host_memory import HostMemoryTier
-from tiers.faulty import FaultyTier
+from tiers.faulty import FAULTS, FaultyTier
 from tiny import random_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -217,6 +219,63 @@ def test_a_shared_tier_needs_a_key_or_trust(tmp_path: Path) -> None:
                 llm.reset_prefix_cache()
                 assert texts(llm) == expected
                 assert offload(llm).counts.hit_tokens >= 0.8 * sum(LENGTHS)
+
+
+def faulty(kind: str, folder: Path, seed: int) -> Any:
+    """A tier of a kind, with every fault there is."""
+
+    def make(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
+        if kind == "memory":
+            return HostMemoryTier(64 * 2**20, record_bytes)
+        return TIERS["file"](TierAddress.parse(f"file:{folder}"), record_bytes, namespace)
+
+    return lambda *given: FaultyTier(make(*given), seed=seed, share=0.25)
+
+
+def ask_a_faulty_tier(
+    back_end: str, folder: Path, seed: int, num_rounds: int, patch: pytest.MonkeyPatch
+) -> Counter[str]:
+    """Have an engine answer prompts again and again. Returns: the faults that its tier had."""
+    patch.setattr("quire.engine.scheduling.offload_policy._LONGEST_WAIT_S", 0.05)
+    patch.setattr("quire.engine.offloading._STORE_S", 0.05)
+    patch.setattr("quire.engine.offloading._DROP_AGAIN_S", 0.0)
+    patch.setattr("quire.tiers.guard._LONGEST_BREAK_S", 0.0)
+    draw = random.Random(seed)
+    with made() as llm:
+        expected = dict(zip(LENGTHS, texts(llm), strict=True))
+    with (
+        kind("faulty", faulty(back_end, folder, seed)),
+        made(kv_tier=("faulty:",), kv_cache_memory_bytes=320 * 1024) as llm,
+    ):
+        (tier,) = offload(llm)._carrier.tiers
+        for _ in range(num_rounds):
+            lengths = tuple(draw.sample(LENGTHS, draw.randint(1, len(LENGTHS))))
+            assert texts(llm, lengths) == [expected[length] for length in lengths]
+            if draw.random() < 0.7:
+                llm.reset_prefix_cache()
+            tier.trust()
+        llm.engine.scheduler.check()
+        assert offload(llm).counts.hit_tokens, "no block came back"
+        return tier._tier.done
+
+
+@pytest.mark.parametrize("back_end", ["memory", "file"])
+def test_texts_are_the_same_whatever_a_tier_does(
+    back_end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = ask_a_faulty_tier(back_end, tmp_path, 1, 40, monkeypatch)
+    assert len(done) >= 10, done
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("back_end", ["memory", "file"])
+def test_ten_thousand_texts_are_the_same_whatever_a_tier_does(
+    back_end: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each back end half as many requests."""
+    done = ask_a_faulty_tier(back_end, tmp_path, seed, 200, monkeypatch)
+    assert {*done} == {*FAULTS}, {*FAULTS} - {*done}
 
 
 @pytest.fixture

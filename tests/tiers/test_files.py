@@ -268,7 +268,8 @@ def test_disk_space_is_kept_in_reserve(path: Path, monkeypatch: pytest.MonkeyPat
     def fake(where: Any) -> Any:
         found = list(real(where))
         found[0] = found[1] = 4096
-        found[4] = max(0, free_blocks - len(files_of(path)))
+        written = [*files_of(path), *path.glob("tmp/*")]
+        found[4] = max(0, free_blocks - len(written))
         return os.statvfs_result(found)
 
     monkeypatch.setattr(os, "statvfs", fake)

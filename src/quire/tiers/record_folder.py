@@ -267,11 +267,12 @@ class RecordFolder:
         Returns: how many, the first ones first. Raises: TierError, TierFull if there is no room.
         """
         with self._counted(deadline):
-            count = self._count_fitting([size for _, _, size in files], evicted, deadline)
+            sizes = [size for _, _, size in files]
+            count = self._count_fitting(sizes, evicted, deadline, are_written=True)
             # Counted before they are there: a process that is killed counts too much, not too
             # little, and the next one to look at all records sees that.
             before = self._used_bytes
-            self._write_count(before + sum(_on_disk(size) for _, _, size in files[:count]))
+            self._write_count(before + sum(map(_on_disk, sizes[:count])))
             entered = freed = 0
             try:
                 for tmp, path, _ in files[:count]:
@@ -281,7 +282,7 @@ class RecordFolder:
                 if not entered:
                     raise
             finally:
-                added = sum(_on_disk(size) for _, _, size in files[:entered])
+                added = sum(map(_on_disk, sizes[:entered]))
                 self._write_count(before + added - freed)
         return entered
 
@@ -351,8 +352,8 @@ class RecordFolder:
             num_bytes += sum(each.num_bytes for each in gone)
         return num_records, num_bytes
 
-    def _room(self) -> int:
-        room = self._free_disk_bytes() - self._reserve_bytes
+    def _room(self, written: int) -> int:
+        room = self._free_disk_bytes() + written - self._reserve_bytes
         return room if self.size_bytes is None else min(room, self.size_bytes - self._used_bytes)
 
     def _free_disk_bytes(self) -> int:
@@ -368,10 +369,19 @@ class RecordFolder:
             f"{format_bytes(self._reserve_bytes)} stay free (the option is reserve)"
         )
 
-    def _count_fitting(self, sizes: list[int], evicted: EvictedNames, deadline: Deadline) -> int:
-        if (lacking := sum(map(_on_disk, sizes)) - self._room()) > 0:
+    def _count_fitting(
+        self,
+        sizes: list[int],
+        evicted: EvictedNames,
+        deadline: Deadline,
+        *,
+        are_written: bool = False,  # and take room on the disk already
+    ) -> int:
+        needed = sum(map(_on_disk, sizes))
+        written = needed if are_written else 0
+        if (lacking := needed - self._room(written)) > 0:
             self._evict(lacking, evicted, deadline)
-        room, count, taken = self._room(), 0, 0
+        room, count, taken = self._room(written), 0, 0
         while count < len(sizes) and taken + _on_disk(sizes[count]) <= room:
             taken += _on_disk(sizes[count])
             count += 1
