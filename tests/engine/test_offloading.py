@@ -17,8 +17,8 @@ from engine.test_llm import ids, model_of, prompts
 from models.test_recurrent import HYBRIDS
 from quire import LLM, SamplingParams
 from quire.engine.scheduling.offload_policy import OffloadPolicy
-from quire.errors import ConfigError
-from quire.tiers import TIERS, Tier, TierAddress
+from quire.errors import ConfigError, RequestError
+from quire.tiers import TIERS, Deadline, Tier, TierAddress, TierError
 from quire.tiers.host_memory import HostMemoryTier
 from tiers.faulty import FAULTS, FaultyTier
 from tiny import random_model
@@ -299,3 +299,108 @@ def test_a_thousand_engines_read_what_was_written(quick: Attic) -> None:
         replay(seed, quick)
     assert quick.num_hit_tokens > 5000
     assert quick.num_bad > 10
+
+
+# -- what is seen of tiers -------------------------------------------------------------------------
+
+
+def test_a_report_says_what_tiers_hold_and_have_done(kept: Kept) -> None:
+    with made() as llm:
+        assert llm.tiers is None
+        with pytest.raises(RequestError, match="no tiers"):
+            llm.trust_tiers()
+        with pytest.raises(RequestError, match="no tiers"):
+            llm.reset_prefix_cache(reset_external=True)
+    with made(kv_offloading_size="8MiB", kv_tier=("kept:", "memory:?size=1MiB")) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+        llm.reset_prefix_cache()
+        texts(llm)
+        report = llm.tiers
+        assert report is not None
+        assert [tier.name for tier in report.tiers] == ["memory", "kept", "memory (2)"]
+        assert report.counts.hit_tokens == sum(tier.hit_tokens for tier in report.tiers) > 0
+        near, far, last = report.tiers
+        assert near.hit_tokens == report.counts.hit_tokens
+        assert near.num_records == near.num_stored - near.num_dropped > 0
+        assert near.loaded_bytes >= near.num_loaded * 1024 > 0
+        assert sum(near.promotion_s.counts) == len(LENGTHS)
+        assert near.promotion_s.sum > 0
+        assert {near.state, far.state, last.state} == {"ok"}
+        assert near.medium == "CPU"
+        assert (near.used_bytes or 0) <= (near.capacity_bytes or 0) <= 8 * 2**20
+        assert set(near.num_bad.values()) == set(near.num_errors.values()) == {0}
+        with pytest.raises(RequestError, match=r"'file:' is none .*: memory, kept, memory \(2\)"):
+            llm.trust_tiers("file:")
+        assert report.why_off is None
+    after = llm.tiers
+    assert after is not None
+    assert (after.tiers[0].num_records, after.tiers[0].num_stored) == (0, near.num_stored)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "gemma3"])
+def test_hits_are_told_by_tier_also_where_states_stand_for_what_is_before_them(
+    name: str, kept: Kept
+) -> None:
+    model = random_model(HYBRIDS[name]()) if name in HYBRIDS else model_of(name)
+    with made(model, kv_tier=("kept:",)) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+        llm.reset_prefix_cache()
+        texts(llm)
+        assert llm.tiers is not None
+        assert llm.tiers.tiers[0].hit_tokens == llm.tiers.counts.hit_tokens > 0
+
+
+def test_what_tiers_have_is_forgotten_with_the_prefix_cache(kept: Kept) -> None:
+    with made(kv_tier=("memory:?size=8MiB", "kept:")) as llm:
+        expected = texts(llm)
+        until(lambda: not offload(llm).has_more)
+        assert llm.reset_prefix_cache(reset_external=True)
+        assert llm.tiers is not None
+        assert [tier.num_records for tier in llm.tiers.tiers] == [0, 0]
+        found = llm.generate(prompts(LENGTHS), GREEDY)
+        assert ids(found) == expected
+        assert [each.num_cached_tokens for each in found] == [0] * len(LENGTHS)
+        until(lambda: not offload(llm).has_more)
+        llm.reset_prefix_cache()  # what was stored since is found
+        assert sum(each.num_cached_tokens for each in llm.generate(prompts(LENGTHS), GREEDY)) > 0
+        llm.start(llm.request(prompts(LENGTHS)[0], GREEDY), lambda _: None)
+        llm.step()
+        (kept_tier,) = kept.tiers.values()
+        before = kept_tier.usage().num_records
+        assert not llm.reset_prefix_cache(reset_external=True)
+        assert kept_tier.usage().num_records == before
+        llm.engine.scheduler.check()
+
+
+def test_a_tier_that_cannot_forget_is_named(kept: Kept) -> None:
+    """Before anything is forgotten where it never can; and what fails is not loaded from."""
+
+    def unable(*args: Any) -> Tier:
+        return FaultyTier(HostMemoryTier(*args), faults=(), share=0.0)
+
+    with kind("unable", Kept(unable)), made(kv_tier=("kept:", "unable:")) as llm:
+        texts(llm)
+        with pytest.raises(RequestError, match="unable cannot find all records"):
+            llm.reset_prefix_cache(reset_external=True)
+        assert sum(each.num_cached_tokens for each in llm.generate(prompts(LENGTHS), GREEDY)) > 0
+    with made(kv_tier=("kept:", "memory:?size=8MiB")) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+        (tier,) = (each for each in kept.tiers.values())
+        failing: Any = tier
+
+        def clear(deadline: Deadline) -> None:
+            raise TierError("kept: no route to host")
+
+        own, failing.clear = failing.clear, clear
+        with pytest.raises(TierError, match="kept: kept: no route to host"):
+            llm.reset_prefix_cache(reset_external=True)
+        assert llm.tiers is not None
+        assert [tier.state for tier in llm.tiers.tiers] == ["suspect", "ok"]
+        found = llm.generate(prompts(LENGTHS), GREEDY)
+        assert [each.num_cached_tokens for each in found] == [0] * len(LENGTHS)
+        failing.clear = own
+        assert llm.reset_prefix_cache(reset_external=True)
+        assert llm.tiers.tiers[0].state != "suspect"
