@@ -10,18 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from conformance.covering import in_turn
 from engine.simulation import Attic, replay
 from engine.test_llm import ids, model_of, prompts
+from kv.caches import sliding
 from models.test_recurrent import HYBRIDS
 from quire import LLM, SamplingParams
-from quire.engine.scheduling.offload_policy import OffloadPolicy
+from quire.engine.scheduling.offload_policy import OffloadPolicy, columns_read
 from quire.errors import ConfigError, RequestError
+from quire.kv.interface import ExternalBlocks
+from quire.spec import Group
 from quire.tiers import TIERS, Deadline, Tier, TierAddress, TierError
 from quire.tiers.host_memory import HostMemoryTier
 from tiers.faulty import FAULTS, FaultyTier
-from tiny import random_model
+from tiny import VOCAB, random_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LENGTHS = (100, 75, 49, 64)
@@ -118,6 +124,30 @@ def test_an_engine_that_begins_anew_finds_what_another_one_has_stored(
         llm.engine.scheduler.check()
 
 
+def test_engines_of_two_layouts_read_no_record_of_each_other(kept: Kept) -> None:
+    """A block of one layer has as many bytes in both, in another order."""
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=64, vocab_size=VOCAB, max_position_embeddings=256,
+    )  # fmt: skip
+    model, found = random_model(config), []
+    for cache in ("paged", "virtual"):
+        with made(model, cache=cache, kv_tier=("kept:",)) as llm:
+            found.append(texts(llm))
+            assert isinstance(llm.accounting, ExternalBlocks)
+            assert llm.accounting.index.block_size == 16
+            assert not offload(llm).counts.hit_tokens
+    assert found[0] == found[1]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 30), st.integers(1, 30))
+def test_what_is_read_of_a_window_is_brought(window: int, size: int, first: int, more: int) -> None:
+    end = first + more
+    group = Group(spec=sliding(window), layers=(0,))
+    read = {token // size for token in range(max(0, end * size - window + 1), end * size)}
+    assert {*columns_read(group, size, first, end)} == {n for n in read if n >= first}
+
+
 def test_blocks_that_were_evicted_come_back() -> None:
     """A pool for two prompts, and a tier for all: in the second round little is computed."""
     with made(kv_cache_memory_bytes=256 * 1024, kv_offloading_size="8MiB") as llm:
@@ -132,14 +162,16 @@ def test_blocks_that_were_evicted_come_back() -> None:
 def test_what_waits_to_be_stored_goes_out_while_the_engine_is_idle_and_when_it_ends(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.offloading.staging_bytes", lambda *_: 3 * 2**17)
+    # Two blocks are on the way out, and one step leaves most of them behind.
+    monkeypatch.setattr("quire.engine.offloading.staging_bytes", lambda *_: 5 * 2**14)
+    one = SamplingParams(max_tokens=1, temperature=0)
     with made(kv_tier=("kept:",)) as llm:
-        texts(llm)
+        llm.generate(prompts(LENGTHS), one)
         until(lambda: not offload(llm).has_more)
         counts = offload(llm).counts
         assert counts.stored_blocks >= sum(length // 16 for length in LENGTHS)
     with made(kv_tier=("kept:",)) as llm:
-        texts(llm, (101, 76, 50))
+        llm.generate(prompts((101, 76, 50)), one)
     (tier,) = kept.tiers.values()
     stored = sum(length // 16 for length in (*LENGTHS, 101, 76, 50))
     assert (tier.usage().num_records or 0) >= stored
