@@ -406,6 +406,26 @@ def test_what_tiers_have_is_forgotten_with_the_prefix_cache(kept: Kept) -> None:
         llm.engine.scheduler.check()
 
 
+def test_what_is_on_its_way_from_tiers_is_forgotten_too(kept: Kept) -> None:
+    with made(kv_tier=("kept:",)) as llm:
+        texts(llm, LENGTHS[:1])
+        until(lambda: not offload(llm).has_more)
+        assert llm.reset_prefix_cache()
+        request = llm.request(prompts(LENGTHS)[0], GREEDY)
+        llm.start(request, lambda _: None)
+        offload(llm).bring = lambda *_, **__: None  # type: ignore[method-assign]
+        carrier: Any = offload(llm)._carrier
+        llm.engine.scheduler.plan()
+        until(lambda: carrier._done)  # all of it lies in staging memory
+        del offload(llm).bring
+        assert llm.reset_prefix_cache(reset_external=True)
+        while llm.step():
+            pass
+        assert offload(llm).counts.hit_tokens == 0
+        assert offload(llm).counts.wasted_tokens > 0
+        llm.engine.scheduler.check()
+
+
 def test_a_tier_that_cannot_forget_is_named(kept: Kept) -> None:
     """Before anything is forgotten where it never can; and what fails is not loaded from."""
 

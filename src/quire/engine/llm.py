@@ -662,7 +662,9 @@ class LLM:
     def _publish_events(self) -> None:
         """Hand what the cache has noted to the publisher, between two steps."""
         if self.kv_events is not None and self.sleep_level < 2 and not self._closed:
-            self.kv_events.take_from(self._kv)
+            offload = self.engine.scheduler.offload
+            of_tiers = () if offload is None else offload.take_events()
+            self.kv_events.take_from(self._kv, of_tiers)
 
     def _note_usage(self) -> None:
         """Note the usage for callers that do not wait."""
@@ -779,6 +781,8 @@ def _store_when_idle(llm_ref: "weakref.ref[LLM]") -> bool:
     if not lock.acquire(blocking=False):
         return False
     try:
-        return llm.is_closed or llm.is_sleeping or llm.engine.store_blocks()
+        is_done = llm.is_closed or llm.is_sleeping or llm.engine.store_blocks()
+        llm._publish_events()  # of what was stored since the last step
+        return is_done
     finally:
         lock.release()

@@ -34,7 +34,7 @@ from quire.engine.statistics import PROMOTION_SECONDS, Histogram
 from quire.errors import ConfigError
 from quire.kv.interface import BlockBytes, ExternalBlocks
 from quire.kv.layout import attention_spec
-from quire.kv.prefix_index import BlockIdentity
+from quire.kv.prefix_index import BlockEvent, BlockIdentity, BlockRemoved, Medium
 from quire.models.file_hashes import CannotName
 from quire.models.loader import LoadedModel
 from quire.spec import Group, KeptWhole
@@ -278,6 +278,7 @@ class ThreadedCarrier:
         staging: Staging,
         *,
         has_threads: bool = True,  # without them the caller works
+        keeps_events: bool = False,
     ) -> None:
         # Copies more out, unless steps do. Returns False to be called again: there is more.
         self.when_idle: Callable[[], bool] | None = None
@@ -299,6 +300,13 @@ class ThreadedCarrier:
         self._outgoing: list[_Outgoing] = []
         self._to_load: SimpleQueue[tuple[LoadJob, float] | None] = SimpleQueue()
         self._to_store: SimpleQueue[_Task | None] = SimpleQueue()
+        self._events: list[BlockEvent] | None = [] if keeps_events else None
+        # Of a tier that tells what it evicts, by name: the event that a copy is gone.
+        self._told: dict[GuardedTier, dict[Name, BlockRemoved]] = {
+            tier: {} for tier in tiers if keeps_events and tier.tells_evictions
+        }
+        for tier in self._told:
+            tier.take_evicted()  # so that it begins to remember them
         self._num_clearing = 0  # while there is one, nothing is found
         self._hit_tokens = [0] * len(tiers)  # the engine's thread writes them …
         self._promotion_s = [Histogram(PROMOTION_SECONDS) for _ in tiers]  # … and the loading one
@@ -380,6 +388,13 @@ class ThreadedCarrier:
             if tier is not None:
                 self._hit_tokens[self.tiers.index(tier)] += self._block_size
 
+    def take_events(self) -> list[BlockEvent]:
+        if not self._events:
+            return []
+        with self._came:
+            events, self._events = self._events, []
+        return events
+
     def report(self) -> tuple[TierReport, ...]:
         return tuple(map(self._report, range(len(self.tiers))))
 
@@ -388,7 +403,7 @@ class ThreadedCarrier:
         counts, usage, traits = tier.counted(), tier.usage(), tier.traits
         return TierReport(
             name=tier.name,
-            medium="STORAGE" if traits.is_shared or traits.is_persistent else "CPU",
+            medium=_medium(tier),
             is_shared=traits.is_shared,
             is_persistent=traits.is_persistent,
             state=tier.state,
@@ -609,12 +624,15 @@ class ThreadedCarrier:
         ]
         count = tier.load([each.name for each in several], views, deadline)
         for at, (each, view) in enumerate(zip(several[:count], views, strict=False)):
+            block = job.blocks[each.column - job.first]
             flaw = tier.formats[each.group].flaw(view, each.header)
             if flaw is not None:
                 tier.note_bad(each.name, flaw)
+                job.lacking.append(block)  # so that it is stored again
+                self._tell_lost(tier, [(each.group, block)])
                 return at
             tier.note_good(len(view))
-            block = job.blocks[each.column - job.first]
+            self._tell_kept(tier, [(each.name, each.group, block)])
             job.payloads[each.group, each.column] = _Loaded(block, buffers[at], tier)
         return count
 
@@ -679,7 +697,9 @@ class ThreadedCarrier:
                 views.append(view)
             if self._stop_s is not None and time.monotonic() > self._stop_s:
                 return
-            tier.store(names, views, Deadline.after(_STORE_S))
+            count = tier.store(names, views, Deadline.after(_STORE_S))
+            kept = zip(names[:count], several[start : start + count], strict=True)
+            self._tell_kept(tier, [(name, each.group, each.identity) for name, each in kept])
 
     def _free_records(self, job: LoadJob) -> None:
         """Give a job's buffers back, once nearer tiers have what they hold."""
@@ -705,6 +725,8 @@ class ThreadedCarrier:
             ]
             while not tier.drop(names, Deadline.after(_STORE_S)) and self._stop_s is None:
                 time.sleep(_DROP_AGAIN_S)  # no wrong record may stay where it can be found
+            groups = range(len(tier.formats))
+            self._tell_lost(tier, [(group, block) for block in drop.blocks for group in groups])
         with self._came:
             self._dropping -= Counter(block.chain for block in drop.blocks)
 
@@ -721,12 +743,46 @@ class ThreadedCarrier:
                 left[tier.name] = why
         with self._came:
             self._num_clearing -= 1
+            for told in self._told.values():
+                told.clear()
         clear.done.set_result(left)
+
+    # -- events ------------------------------------------------------------------------------------
+
+    # AllBlocksCleared, which is for all media, is told before tiers are cleared: what they keep
+    # until then is not.
+
+    def _tell_kept(self, tier: GuardedTier, several: list[tuple[Name, int, BlockIdentity]]) -> None:
+        """Tell which copies a tier has, and which it has evicted for them."""
+        if self._events is None:
+            return
+        medium, told = _medium(tier), self._told.get(tier)
+        events = list[BlockEvent]()
+        if told is not None:
+            gone = (told.pop(name, None) for name in tier.take_evicted())
+            events += (event for event in gone if event is not None)
+        events += (block.stored(group, medium) for _, group, block in several)
+        with self._came:
+            if self._num_clearing:
+                return
+            self._events += events
+            if told is not None:
+                told.update((name, block.removed(group, medium)) for name, group, block in several)
+
+    def _tell_lost(self, tier: GuardedTier, several: list[tuple[int, BlockIdentity]]) -> None:
+        """Tell which copies a tier was made to forget."""
+        with self._came:
+            if self._events is not None and not self._num_clearing:
+                self._events += (block.removed(group, _medium(tier)) for group, block in several)
 
 
 def _is_full(group: Group) -> bool:
     """Tell whether a sequence reads all of its blocks in a group, however long it is."""
     return not isinstance(group.spec, KeptWhole) and int(group.live_start(2**40)) == 0
+
+
+def _medium(tier: GuardedTier) -> Medium:
+    return "STORAGE" if tier.traits.is_shared or tier.traits.is_persistent else "CPU"
 
 
 def _mean(mean: float, new: float) -> float:
@@ -798,6 +854,7 @@ def make_offloading(
             BlockCopies(kv),
             tiers,
             Staging(staging_bytes(kv.accounting.groups, block_size)),
+            keeps_events=config.kv_events_config is not None and config.kv_events_config.publishes,
         )
         undo.pop_all()
     return OffloadPolicy(

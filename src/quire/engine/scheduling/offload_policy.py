@@ -24,7 +24,7 @@ from quire.engine.statistics import Histogram
 from quire.kv import Accounting
 from quire.kv.interface import ExternalBlocks
 from quire.kv.prefix_cache import PrefixHit, TokenIds
-from quire.kv.prefix_index import NO_BLOCK, BlockIdentity, PrefixKeys
+from quire.kv.prefix_index import NO_BLOCK, BlockEvent, BlockIdentity, Medium, PrefixKeys
 from quire.spec import Group, KeptWhole
 
 _Outcome: TypeAlias = Literal["inserted", "no room", "lost"]
@@ -56,7 +56,7 @@ class LoadJob:
     first: int  # blocks of these that were cached when it began
     blocks: list[BlockIdentity]  # the others
     deadline_s: float  # on the engine's clock: a sequence waits no longer
-    lacking: list[BlockIdentity] = field(default_factory=list)  # which no tier has
+    lacking: list[BlockIdentity] = field(default_factory=list)  # which no tier has, or a bad one
     end: int = 0  # blocks that can be inserted: from ``first`` to this one
     is_cut: bool = False  # there was more, and no room for it in staging memory
     is_done: bool = False
@@ -125,6 +125,10 @@ class BlockCarrier(Protocol):
         """Return what each tier holds and has done, the nearest first. Any thread may ask."""
         ...
 
+    def take_events(self) -> list[BlockEvent]:
+        """Return which copies tiers have kept or lost since the last call, if events are wanted."""
+        ...
+
     def trust(self, name: str | None) -> None:
         """Load from a tier again that gave bad records, or from each (None)."""
         ...
@@ -179,7 +183,7 @@ class TierReport:
     """What one tier holds and has done, at a moment. Counts are since the engine was made."""
 
     name: str
-    medium: Literal["CPU", "STORAGE"]  # vLLM's words: this process's memory, or something else
+    medium: Medium  # CPU: this process's memory; STORAGE: anything else
     is_shared: bool  # other machines or users may write into it
     is_persistent: bool
     state: Literal["ok", "suspect", "broken"]
@@ -478,6 +482,10 @@ class OffloadPolicy:
         return OffloadReport(
             tiers=self._carrier.report(), counts=replace(self.counts), why_off=self._why_off
         )
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return which copies tiers have kept or lost since the last call, if events are wanted."""
+        return self._carrier.take_events()
 
     def trust(self, name: str | None) -> None:
         """Load from a tier again that gave bad records, or from each (None). Any thread may ask."""

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.errors import RequestError
+from quire.kv.prefix_index import Medium
 from quire.server.api_keys import Access
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.openapi import document
@@ -69,7 +70,7 @@ class TierStatus(msgspec.Struct, kw_only=True):
     """One tier, the fields of ``TierReport`` that an operator acts on."""
 
     name: str
-    medium: Literal["CPU", "STORAGE"]
+    medium: Medium
     state: Literal["ok", "suspect", "broken"]
     is_shared: bool
     is_persistent: bool
