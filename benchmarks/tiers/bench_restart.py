@@ -1,6 +1,6 @@
 """The first token of a long prompt after a restart: computed, and with its blocks in a tier.
 
-    python -m benchmarks.tiers.bench_restart --rounds 5
+    python -m benchmarks.tiers.bench_restart --rounds 3
 
 An engine of the 0.45 B model gets a prompt and stores it. Another engine, which begins with an
 empty pool as after a restart, gets it again. Kinds take turns within a round; each has an engine of
@@ -34,7 +34,7 @@ MODEL = Path(tempfile.gettempdir()) / "quire-bench-model"
 
 
 def main(
-    rounds: int = 5,
+    rounds: int = 3,
     prompt_tokens: int = 2000,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
     model: Annotated[Path, typer.Option(help="Its folder; made if it is not there.")] = MODEL,
