@@ -59,7 +59,7 @@ MAY_IMPORT = {
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.kv_sizing figures",
     "chat": "errors units sampling_params",
-    "server": "errors units traces config spec kv sampling_params engine.sequence"
+    "server": "errors units traces config spec kv tiers sampling_params engine.sequence"
     " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat",
     "http": "errors",
     "bench": "errors units traces kv sampling_params engine.step_plan engine.scheduling engine"

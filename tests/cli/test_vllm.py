@@ -61,7 +61,7 @@ def test_no_flag_is_in_two_tables() -> None:
         ("--gpu-memory-utilization 0.8", "--budget vllm --memory-utilization 0.8"),
         ("--device-memory-utilization=0.8", "--budget vllm --memory-utilization 0.8"),
         ("--gpu-memory-utilization 0.8 --budget auto", "--memory-utilization 0.8 --budget auto"),
-        ("--kv-offloading-size 2.5", "--swap-space 2.5GiB"),
+        ("--kv-offloading-size 2.5", "--kv-offloading-size 2.5GiB"),
         ("--swap-space 4", "--swap-space 4GiB"),
         ("--swap-space 4MiB", "--swap-space 4MiB"),
         ("--swap-space 4294967296", "--swap-space 4294967296"),

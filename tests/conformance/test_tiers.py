@@ -28,6 +28,7 @@ from conformance.tier_cases import (
     views,
 )
 from quire.tiers import Deadline, Name, Tier, TierError, TierFull
+from quire.tiers.tier import ClearableTier
 
 pytestmark = pytest.mark.tiers(*CASES)
 SIZES = (1, 63, 64, 65, 1000, LARGEST_BYTES)
@@ -145,6 +146,27 @@ def test_what_is_dropped_is_gone(tier: Tier) -> None:
     assert loaded(tier, names[2:]) == 1
     assert store(tier, names) == 3
     assert loaded(tier, names) == 3
+
+
+def test_a_cleared_namespace_is_empty_and_another_one_is_not(case: TierCase, tier: Tier) -> None:
+    if not isinstance(tier, ClearableTier):
+        pytest.skip("this kind does not find all records of a namespace")
+    names, other = new_names(20), case.make("f" * 16)
+    try:
+        assert store(tier, names) == 20
+        kept = store(other, names[:3])
+        tier.clear(soon())
+        assert [tier.find([name], soon()) for name in names] == [0] * 20
+        assert loaded(other, names[:3]) == kept == 3
+        tier.clear(soon())
+        assert store(tier, names) == 20
+        assert loaded(tier, names) == 20
+        with pytest.raises(TierError):
+            tier.clear(Deadline.after(0))
+        assert isinstance(other, ClearableTier)
+        other.clear(soon())
+    finally:
+        other.close()
 
 
 def test_usage_says_what_is_there(tier: Tier) -> None:

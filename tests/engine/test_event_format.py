@@ -1,5 +1,6 @@
 """The bytes of events: vLLM's fields in vLLM's order, and no secret among them."""
 
+from dataclasses import replace
 from hashlib import sha256
 
 import msgspec
@@ -100,6 +101,20 @@ def test_a_message_has_vllms_fields_in_vllms_order() -> None:
     }
     assert batch == [12.5, [stored, in_window, removed, {"type": "AllBlocksCleared"}], 0]
     assert [list(each) for each in batch[1][:2]] == [list(stored), list(in_window)]
+
+
+def test_copies_in_tiers_are_messages_of_their_own() -> None:
+    blocks = chain(2)
+    copies = [replace(block, medium="CPU") for block in blocks]
+    removed = [replace(gone(block), medium="STORAGE") for block in blocks]
+    told = encoder().joined([*blocks, *copies, gone(blocks[0]), *removed])
+    assert [(type(each), each.medium, len(each.block_hashes)) for each in told] == [
+        (StoredBlocks, "GPU", 2),
+        (StoredBlocks, "CPU", 2),
+        (RemovedBlocks, "GPU", 1),
+        (RemovedBlocks, "STORAGE", 2),
+    ]
+    assert told[0].block_hashes == told[1].block_hashes == told[3].block_hashes
 
 
 def test_each_kind_of_group_has_vllms_name() -> None:

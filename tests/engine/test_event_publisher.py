@@ -14,6 +14,7 @@ import pytest
 
 from engine.test_event_format import chain
 from engine.test_llm import GREEDY, model_of, prompts, small
+from engine.test_offloading import kind, made, offload, texts
 from kv.caches import FULL, SIZE, Cache, span
 from quire import LLM
 from quire.config import KVEventsConfig
@@ -29,6 +30,7 @@ from quire.engine.event_format import (
 from quire.engine.event_publisher import EventPublisher
 from quire.errors import ConfigError
 from quire.kv import PrefixKeys
+from quire.tiers.host_memory import HostMemoryTier
 
 zmq = pytest.importorskip("zmq")
 
@@ -387,6 +389,109 @@ def test_salted_prompts_are_followed_too() -> None:
         llm._completions(requests, None)
         mirror.read(llm)
         assert len(mirror.tokens) == 3 * len({*mirror.tokens.values()}) > 0
+
+
+class Places:
+    """Which blocks lie where, by the messages of one engine."""
+
+    def __init__(self) -> None:
+        self.names: dict[str | None, set[tuple[int, int | None]]] = {}  # medium → (hash, group)
+        self.removed: list[str | None] = []  # media
+        self.number = 0
+
+    def read(self, llm: LLM) -> None:
+        assert llm.kv_events is not None
+        wait_until(lambda: llm.kv_events.num_published == llm.kv_events._next_number)
+        context = zmq.Context()
+        asker = context.socket(zmq.DEALER)
+        asker.rcvtimeo = PATIENCE_MS
+        asker.connect(llm.kv_events.replay_endpoint)
+        for batch in replay(asker, self.number).values():
+            self.number += 1
+            for event in batch.events:
+                self._follow(event)
+        context.destroy(linger=0)
+
+    def _follow(self, event: Any) -> None:
+        if isinstance(event, ClearedBlocks):
+            self.names.clear()
+            return
+        there = self.names.setdefault(event.medium, set())
+        names = {(name, event.group_idx) for name in event.block_hashes}
+        if isinstance(event, StoredBlocks):
+            there |= names
+        else:
+            assert names <= there
+            there -= names
+            self.removed += [event.medium] * len(names)
+
+    def agree(self, llm: LLM) -> bool:
+        """Whether all that memory holds is known, and nothing else."""
+        self.read(llm)
+        return len(self.names.get("CPU", ())) == llm.tiers.tiers[0].num_records > 0
+
+
+def test_a_router_knows_what_tiers_have(tmp_path: Any) -> None:
+    places = Places()
+    tiers = ("memory:?size=256KiB", f"file:{tmp_path}/records?size=64MiB&reserve=0")
+    with made(kv_tier=tiers, kv_events_config=HERE) as llm:
+
+        def settle() -> None:
+            wait_until(lambda: not offload(llm).has_more)
+            wait_until(lambda: places.agree(llm))
+
+        texts(llm, (100, 75))
+        llm._completions([llm.request(prompts()[2], GREEDY, keys=PrefixKeys(salt="x"))], None)
+        settle()
+        assert len(places.names["STORAGE"]) == llm.tiers.tiers[1].num_stored > 0
+        assert places.names["CPU"] <= places.names["STORAGE"] <= places.names["GPU"]
+        texts(llm, (97, 80, 64, 101))  # more than the memory holds
+        settle()
+        assert llm.tiers.tiers[0].num_stored > llm.tiers.tiers[0].num_records
+        assert places.names["CPU"] < places.names["STORAGE"]
+        llm.reset_prefix_cache(reset_external=True)
+        places.read(llm)
+        assert not any(places.names.values())
+        texts(llm, (100,))
+        settle()
+        llm.reset_prefix_cache()  # that is told of all media; a copy is told again when it is used
+        texts(llm, (100,))
+        assert llm.tiers.counts.hit_tokens > 0
+        wait_until(lambda: places.read(llm) or bool(places.names.get("CPU")))
+        assert places.names["CPU"] <= places.names["GPU"]
+
+
+def test_a_copy_that_was_damaged_is_told_to_be_gone() -> None:
+    places, spoils = Places(), threading.Event()
+
+    def lying(*args: Any) -> Any:
+        tier: Any = HostMemoryTier(2**23, args[1])
+        load = tier.load
+
+        def spoiled(names: Any, into: Any, deadline: Any) -> int:
+            count: int = load(names, into, deadline)
+            if spoils.is_set():
+                into[0][-1] ^= 1
+            return count
+
+        tier.load = spoiled
+        return tier
+
+    with kind("lying", lying), made(kv_tier=("lying:",), kv_events_config=HERE) as llm:
+        texts(llm, (100,))
+        wait_until(lambda: not offload(llm).has_more)
+        wait_until(lambda: places.agree(llm))
+        before = len(places.names["CPU"])
+        llm.accounting.resize(0, for_now=True)  # everything is evicted …
+        llm.accounting.resize(2**22)
+        spoils.set()
+        texts(llm, (100,))
+        assert sum(llm.tiers.tiers[0].num_bad.values()) == 1
+        spoils.clear()
+        wait_until(lambda: not offload(llm).has_more)
+        wait_until(lambda: places.agree(llm))
+        assert len(places.names["CPU"]) == before, "it is stored again"
+        assert places.removed.count("CPU") == 1
 
 
 @pytest.mark.parametrize("strategy", ["contiguous", "growing"])

@@ -1,6 +1,8 @@
 """Blocks that leave the pool and come back: the same texts, whatever a tier does meanwhile."""
 
+import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,17 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from conformance.covering import in_turn
 from engine.simulation import Attic, replay
 from engine.test_llm import ids, model_of, prompts
+from kv.caches import sliding
 from models.test_recurrent import HYBRIDS
 from quire import LLM, SamplingParams
-from quire.engine.scheduling.offload_policy import OffloadPolicy
-from quire.errors import ConfigError
-from quire.tiers import TIERS, Tier, TierAddress
+from quire.engine.scheduling.offload_policy import OffloadPolicy, columns_read
+from quire.errors import ConfigError, RequestError
+from quire.kv.interface import ExternalBlocks
+from quire.spec import Group
+from quire.tiers import TIERS, Deadline, Tier, TierAddress, TierError
 from quire.tiers.host_memory import HostMemoryTier
-from tiny import random_model
+from tiers.faulty import FAULTS, FaultyTier
+from tiny import VOCAB, random_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LENGTHS = (100, 75, 49, 64)
@@ -115,6 +124,30 @@ def test_an_engine_that_begins_anew_finds_what_another_one_has_stored(
         llm.engine.scheduler.check()
 
 
+def test_engines_of_two_layouts_read_no_record_of_each_other(kept: Kept) -> None:
+    """A block of one layer has as many bytes in both, in another order."""
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=64, vocab_size=VOCAB, max_position_embeddings=256,
+    )  # fmt: skip
+    model, found = random_model(config), []
+    for cache in ("paged", "virtual"):
+        with made(model, cache=cache, kv_tier=("kept:",)) as llm:
+            found.append(texts(llm))
+            assert isinstance(llm.accounting, ExternalBlocks)
+            assert llm.accounting.index.block_size == 16
+            assert not offload(llm).counts.hit_tokens
+    assert found[0] == found[1]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 30), st.integers(1, 30))
+def test_what_is_read_of_a_window_is_brought(window: int, size: int, first: int, more: int) -> None:
+    end = first + more
+    group = Group(spec=sliding(window), layers=(0,))
+    read = {token // size for token in range(max(0, end * size - window + 1), end * size)}
+    assert {*columns_read(group, size, first, end)} == {n for n in read if n >= first}
+
+
 def test_blocks_that_were_evicted_come_back() -> None:
     """A pool for two prompts, and a tier for all: in the second round little is computed."""
     with made(kv_cache_memory_bytes=256 * 1024, kv_offloading_size="8MiB") as llm:
@@ -129,14 +162,16 @@ def test_blocks_that_were_evicted_come_back() -> None:
 def test_what_waits_to_be_stored_goes_out_while_the_engine_is_idle_and_when_it_ends(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.offloading.staging_bytes", lambda *_: 3 * 2**17)
+    # Two blocks are on the way out, and one step leaves most of them behind.
+    monkeypatch.setattr("quire.engine.offloading.staging_bytes", lambda *_: 5 * 2**14)
+    one = SamplingParams(max_tokens=1, temperature=0)
     with made(kv_tier=("kept:",)) as llm:
-        texts(llm)
+        llm.generate(prompts(LENGTHS), one)
         until(lambda: not offload(llm).has_more)
         counts = offload(llm).counts
         assert counts.stored_blocks >= sum(length // 16 for length in LENGTHS)
     with made(kv_tier=("kept:",)) as llm:
-        texts(llm, (101, 76, 50))
+        llm.generate(prompts((101, 76, 50)), one)
     (tier,) = kept.tiers.values()
     stored = sum(length // 16 for length in (*LENGTHS, 101, 76, 50))
     assert (tier.usage().num_records or 0) >= stored
@@ -218,6 +253,63 @@ def test_a_shared_tier_needs_a_key_or_trust(tmp_path: Path) -> None:
                 assert offload(llm).counts.hit_tokens >= 0.8 * sum(LENGTHS)
 
 
+def faulty(kind: str, folder: Path, seed: int) -> Any:
+    """A tier of a kind, with every fault there is."""
+
+    def make(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
+        if kind == "memory":
+            return HostMemoryTier(64 * 2**20, record_bytes)
+        return TIERS["file"](TierAddress.parse(f"file:{folder}"), record_bytes, namespace)
+
+    return lambda *given: FaultyTier(make(*given), seed=seed, share=0.25)
+
+
+def ask_a_faulty_tier(
+    back_end: str, folder: Path, seed: int, num_rounds: int, patch: pytest.MonkeyPatch
+) -> Counter[str]:
+    """Have an engine answer prompts again and again. Returns: the faults that its tier had."""
+    patch.setattr("quire.engine.scheduling.offload_policy._LONGEST_WAIT_S", 0.05)
+    patch.setattr("quire.engine.offloading._STORE_S", 0.05)
+    patch.setattr("quire.engine.offloading._DROP_AGAIN_S", 0.0)
+    patch.setattr("quire.tiers.guard._LONGEST_BREAK_S", 0.0)
+    draw = random.Random(seed)
+    with made() as llm:
+        expected = dict(zip(LENGTHS, texts(llm), strict=True))
+    with (
+        kind("faulty", faulty(back_end, folder, seed)),
+        made(kv_tier=("faulty:",), kv_cache_memory_bytes=320 * 1024) as llm,
+    ):
+        (tier,) = offload(llm)._carrier.tiers
+        for _ in range(num_rounds):
+            lengths = tuple(draw.sample(LENGTHS, draw.randint(1, len(LENGTHS))))
+            assert texts(llm, lengths) == [expected[length] for length in lengths]
+            if draw.random() < 0.7:
+                llm.reset_prefix_cache()
+            tier.trust()
+        llm.engine.scheduler.check()
+        assert offload(llm).counts.hit_tokens, "no block came back"
+        return tier._tier.done
+
+
+@pytest.mark.parametrize("back_end", ["memory", "file"])
+def test_texts_are_the_same_whatever_a_tier_does(
+    back_end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = ask_a_faulty_tier(back_end, tmp_path, 1, 40, monkeypatch)
+    assert len(done) >= 10, done
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("back_end", ["memory", "file"])
+def test_ten_thousand_texts_are_the_same_whatever_a_tier_does(
+    back_end: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each back end half as many requests."""
+    done = ask_a_faulty_tier(back_end, tmp_path, seed, 200, monkeypatch)
+    assert len(done) >= len(FAULTS) - 2, {*FAULTS} - {*done}
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Attic:
     """Nothing waits for the clock of this machine; a world has its own."""
@@ -239,3 +331,128 @@ def test_a_thousand_engines_read_what_was_written(quick: Attic) -> None:
         replay(seed, quick)
     assert quick.num_hit_tokens > 5000
     assert quick.num_bad > 10
+
+
+# -- what is seen of tiers -------------------------------------------------------------------------
+
+
+def test_a_report_says_what_tiers_hold_and_have_done(kept: Kept) -> None:
+    with made() as llm:
+        assert llm.tiers is None
+        with pytest.raises(RequestError, match="no tiers"):
+            llm.trust_tiers()
+        with pytest.raises(RequestError, match="no tiers"):
+            llm.reset_prefix_cache(reset_external=True)
+    with made(kv_offloading_size="8MiB", kv_tier=("kept:", "memory:?size=1MiB")) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+        llm.reset_prefix_cache()
+        texts(llm)
+        report = llm.tiers
+        assert report is not None
+        assert [tier.name for tier in report.tiers] == ["memory", "kept", "memory (2)"]
+        assert report.counts.hit_tokens == sum(tier.hit_tokens for tier in report.tiers) > 0
+        near, far, last = report.tiers
+        assert near.hit_tokens == report.counts.hit_tokens
+        assert near.num_records == near.num_stored - near.num_dropped > 0
+        assert near.loaded_bytes >= near.num_loaded * 1024 > 0
+        assert sum(near.promotion_s.counts) == len(LENGTHS)
+        assert near.promotion_s.sum > 0
+        assert {near.state, far.state, last.state} == {"ok"}
+        assert near.medium == "CPU"
+        assert (near.used_bytes or 0) <= (near.capacity_bytes or 0) <= 8 * 2**20
+        assert set(near.num_bad.values()) == set(near.num_errors.values()) == {0}
+        with pytest.raises(RequestError, match=r"'file:' is none .*: memory, kept, memory \(2\)"):
+            llm.trust_tiers("file:")
+        assert report.why_off is None
+    after = llm.tiers
+    assert after is not None
+    assert (after.tiers[0].num_records, after.tiers[0].num_stored) == (0, near.num_stored)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "gemma3"])
+def test_hits_are_told_by_tier_also_where_states_stand_for_what_is_before_them(
+    name: str, kept: Kept
+) -> None:
+    model = random_model(HYBRIDS[name]()) if name in HYBRIDS else model_of(name)
+    with made(model, kv_tier=("kept:",)) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+        llm.reset_prefix_cache()
+        texts(llm)
+        assert llm.tiers is not None
+        assert llm.tiers.tiers[0].hit_tokens == llm.tiers.counts.hit_tokens > 0
+
+
+def test_what_tiers_have_is_forgotten_with_the_prefix_cache(kept: Kept) -> None:
+    with made(kv_tier=("memory:?size=8MiB", "kept:")) as llm:
+        expected = texts(llm)
+        until(lambda: not offload(llm).has_more)
+        assert llm.reset_prefix_cache(reset_external=True)
+        assert llm.tiers is not None
+        assert [tier.num_records for tier in llm.tiers.tiers] == [0, 0]
+        found = llm.generate(prompts(LENGTHS), GREEDY)
+        assert ids(found) == expected
+        assert [each.num_cached_tokens for each in found] == [0] * len(LENGTHS)
+        until(lambda: not offload(llm).has_more)
+        llm.reset_prefix_cache()  # what was stored since is found
+        assert sum(each.num_cached_tokens for each in llm.generate(prompts(LENGTHS), GREEDY)) > 0
+        llm.start(llm.request(prompts(LENGTHS)[0], GREEDY), lambda _: None)
+        llm.step()
+        (kept_tier,) = kept.tiers.values()
+        before = kept_tier.usage().num_records
+        assert not llm.reset_prefix_cache(reset_external=True)
+        assert kept_tier.usage().num_records == before
+        llm.engine.scheduler.check()
+
+
+def test_what_is_on_its_way_from_tiers_is_forgotten_too(kept: Kept) -> None:
+    with made(kv_tier=("kept:",)) as llm:
+        texts(llm, LENGTHS[:1])
+        until(lambda: not offload(llm).has_more)
+        assert llm.reset_prefix_cache()
+        request = llm.request(prompts(LENGTHS)[0], GREEDY)
+        llm.start(request, lambda _: None)
+        offload(llm).bring = lambda *_, **__: None  # type: ignore[method-assign]
+        carrier: Any = offload(llm)._carrier
+        llm.engine.scheduler.plan()
+        until(lambda: carrier._done)  # all of it lies in staging memory
+        del offload(llm).bring
+        assert llm.reset_prefix_cache(reset_external=True)
+        while llm.step():
+            pass
+        assert offload(llm).counts.hit_tokens == 0
+        assert offload(llm).counts.wasted_tokens > 0
+        llm.engine.scheduler.check()
+
+
+def test_a_tier_that_cannot_forget_is_named(kept: Kept) -> None:
+    """Before anything is forgotten where it never can; and what fails is not loaded from."""
+
+    def unable(*args: Any) -> Tier:
+        return FaultyTier(HostMemoryTier(*args), faults=(), share=0.0)
+
+    with kind("unable", Kept(unable)), made(kv_tier=("kept:", "unable:")) as llm:
+        texts(llm)
+        with pytest.raises(RequestError, match="unable cannot find all records"):
+            llm.reset_prefix_cache(reset_external=True)
+        assert sum(each.num_cached_tokens for each in llm.generate(prompts(LENGTHS), GREEDY)) > 0
+    with made(kv_tier=("kept:", "memory:?size=8MiB")) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+        (tier,) = (each for each in kept.tiers.values())
+        failing: Any = tier
+
+        def clear(deadline: Deadline) -> None:
+            raise TierError("kept: no route to host")
+
+        own, failing.clear = failing.clear, clear
+        with pytest.raises(TierError, match="kept: kept: no route to host"):
+            llm.reset_prefix_cache(reset_external=True)
+        assert llm.tiers is not None
+        assert [tier.state for tier in llm.tiers.tiers] == ["suspect", "ok"]
+        found = llm.generate(prompts(LENGTHS), GREEDY)
+        assert [each.num_cached_tokens for each in found] == [0] * len(LENGTHS)
+        failing.clear = own
+        assert llm.reset_prefix_cache(reset_external=True)
+        assert llm.tiers.tiers[0].state != "suspect"

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kv.caches import FULL, SIZE, STATE, Cache, sliding, span
+from kv.caches import FULL, SIZE, STATE, Cache, ids, sliding, span
 from quire.engine.event_format import EventEncoder
 from quire.kv import FITS, Image, PrefixKeys
 from quire.kv.prefix_index import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
@@ -96,6 +96,28 @@ def test_a_block_is_stored_when_it_is_full_and_removed_when_it_goes() -> None:
     assert kinds(cache) == []  # it can still be found
     cache.start(1, span(50, 61))
     assert kinds(cache) == ["BlockRemoved"] * 2 + ["BlockStored"] * 2
+
+
+def test_a_copy_in_a_tier_is_told_as_the_block_itself() -> None:
+    """But for the medium; known or not yet known to the index."""
+    image = Image(content_id="cat", start=5, num_tokens=1)
+    for keys in (PrefixKeys(), PrefixKeys(salt="x", images=(image,)), PrefixKeys(lora="0" * 64)):
+        cache, tokens = Cache(FULL, num_blocks=9, keep_events=True), span(0, 12)
+        index = cache.blocks.index
+        cache.add(0, keys)
+        hit = cache.blocks.match_prefix(0, ids(tokens))
+        ahead = cache.blocks.following_blocks(0, ids(tokens), hit)
+        cache.free(0)
+        cache.start(1, tokens, keys=keys)
+        known = cache.blocks.computed_blocks(1)
+        assert [block.stored(0, "GPU") for block in ahead] == index.events
+        assert [block.stored(0, "GPU") for block in known] == index.events
+        assert {block.stored(0, "CPU").medium for block in known} == {"CPU"}
+        told = [block.removed(0, "GPU") for block in ahead]
+        index.events.clear()
+        cache.free(1)
+        assert cache.blocks.resize(0, for_now=True) == 0
+        assert {*told} == {event for event in index.events if isinstance(event, BlockRemoved)}
 
 
 def test_chains_are_told_by_their_parents() -> None:

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
+from engine.test_offloading import kind, offload, until
 from quire.config import ServerConfig
 from quire.errors import MemoryUnavailable
+from quire.tiers import Tier
+from quire.tiers.host_memory import HostMemoryTier
 from server.asking import Answer, Client, nothing_runs, run, serving
 from server.random_requests import TEMPLATE
+from tiers.faulty import FaultyTier
 
 PROMPT = list(range(20, 84))
 KEYED = ServerConfig(api_key=("client",), admin_api_key=("operator",))
@@ -237,5 +241,83 @@ def test_a_clients_key_administers_nothing() -> None:
             for path in ("/is_sleeping", "/load"):
                 assert (await theirs.get(path)).status == 403
                 assert (await ours.get(path)).status == 200
+
+    run(ask())
+
+
+# -- tiers -----------------------------------------------------------------------------------------
+
+
+def test_tiers_are_listed_and_trusted_again() -> None:
+    def lying(*args: Any) -> Tier:
+        return FaultyTier(HostMemoryTier(2**23, args[1]), faults=("payload bit",), share=1.0)
+
+    async def ask() -> None:
+        options = dict(kv_tier=("lying:", "memory:?size=8MiB"), kv_tier_write="always")
+        async with serving(KEYED, **options) as client:
+            ours = client.with_key("operator")
+            costs = client.service.llm.llm.engine.scheduler.costs
+            costs.note_step = lambda *_: None  # computing seems to take for ever: tiers are asked
+            several = [body(), body(prompt=PROMPT[::-1])]
+            answers = [await ours.post("/v1/completions", each) for each in several]
+            until(lambda: not offload(client.service.llm.llm).has_more)
+            listed = (await ours.get("/tiers")).json
+            assert [tier["name"] for tier in listed["data"]] == ["lying", "memory"]
+            assert listed["data"][0]["num_records"] is not None
+            assert (await asked(ours, "/reset_prefix_cache")).status == 200
+            for each, answer in zip(several, answers, strict=True):
+                again = await ours.post("/v1/completions", each)
+                assert again.json["choices"] == answer.json["choices"]
+            first, second = (await ours.get("/tiers")).json["data"]
+            assert (first["state"], second["state"]) == ("suspect", "ok")
+            assert first["num_bad"]["checksum"] == 2
+            unknown = await asked(ours, "/tiers/trust", "tier=attic")
+            assert (unknown.status, unknown.error["param"]) == (404, "tier")
+            assert "lying, memory" in unknown.error["message"]
+            for query in ("tier=memory", "tier=lying", ""):
+                answer = await asked(ours, "/tiers/trust", query)
+                suspect = [tier["state"] == "suspect" for tier in answer.json["data"]]
+                assert suspect == [query == "tier=memory", False]
+            for path, method in (("/tiers", "GET"), ("/tiers/trust", "POST")):
+                for key, status in ((None, 401), ("client", 403)):
+                    refused = await client.with_key(key).call(path, method=method).whole()
+                    assert refused.status == status
+            unable = await asked(ours, "/reset_prefix_cache", "reset_external=true")
+            assert (unable.status, unable.error["param"]) == (400, "reset_external")
+            assert "lying cannot find all records" in unable.error["message"]
+
+    with kind("lying", lying):
+        run(ask())
+
+
+def test_tiers_forget_with_the_prefix_cache() -> None:
+    async def ask() -> None:
+        async with serving(kv_tier=("memory:?size=8MiB",), kv_tier_write="always") as client:
+            llm = client.service.llm.llm
+            assert (await client.post("/v1/completions", body())).status == 200
+            until(lambda: not offload(llm).has_more)
+            until(lambda: llm.tiers.tiers[0].num_records > 0)
+            external = "reset_external=true"
+            assert (await asked(client, "/reset_prefix_cache", external)).status == 200
+            assert (await client.get("/tiers")).json["data"][0]["num_records"] == 0
+            failing = llm.engine.scheduler.offload._carrier.tiers[0]
+            failing.clear = lambda _: "no route to host"
+            refused = await asked(client, "/reset_prefix_cache", external)
+            assert refused.status == 503
+            assert "memory: no route to host" in refused.error["message"]
+            assert (await asked(client, "/reset_prefix_cache", "reset_external=all")).status == 400
+
+    run(ask())
+
+
+def test_a_server_without_tiers_says_so() -> None:
+    async def ask() -> None:
+        async with serving() as client:
+            assert (await client.get("/tiers")).json["data"] == []
+            refused = await asked(client, "/tiers/trust")
+            assert (refused.status, "kv_tier" in refused.error["message"]) == (404, True)
+            refused = await asked(client, "/reset_prefix_cache", "reset_external=true")
+            assert (refused.status, "no tiers" in refused.error["message"]) == (400, True)
+            assert (await asked(client, "/reset_prefix_cache")).status == 200
 
     run(ask())

@@ -217,6 +217,24 @@ def replace_holders(own: Occupancy, holders: list[int]) -> Occupancy:
     return dataclasses.replace(own, holders=np.array(holders, np.int64))
 
 
+def test_tiers_are_shown_to_those_who_see_all() -> None:
+    async def body() -> None:
+        options = dict(kv_tier=("memory:?size=8MiB",), kv_tier_write="always")
+        async with serving(TENANTS, **options) as client:
+            whole, part = (client.with_key(key).call(FEED, method="GET") for key in ("root", "bob"))
+            await client.service.llm.complete(PROMPT, SamplingParams(max_tokens=4))
+            frame = await a_frame(whole, lambda f: f.tiers and f.tiers[0].records)
+            [tier] = frame.tiers
+            assert (tier.name, tier.state, tier.hits) == ("memory", "ok", 0)
+            assert 0 < tier.used <= tier.capacity <= 8 * 2**20
+            assert (await a_frame(part, lambda f: True)).tiers == ()
+            for each in (whole, part):
+                each.leave()
+                await each.whole()
+
+    run(body())
+
+
 def test_the_feed_asks_for_a_key_and_the_files_do_not() -> None:
     async def body() -> None:
         async with serving(ServerConfig(api_key=("sesame",))) as client:

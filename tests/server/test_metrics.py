@@ -15,9 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from engine.test_async_llm import run, until
 from engine.test_llm import GREEDY, model_of, prompts, small
+from engine.test_offloading import kind, made, offload, texts
+from engine.test_offloading import until as until_it_is
 from quire import LLM, AsyncLLM
 from quire.engine.statistics import FINISH_REASONS
 from quire.server.metrics import FAMILIES, REJECTIONS, Metrics
+from quire.tiers.host_memory import HostMemoryTier
 from tiny import tokens
 
 LABELS = {"model_name": "tiny", "engine": "0"}
@@ -45,6 +48,13 @@ VLLM: dict[str, set[str]] = {
     "vllm:spec_decode_num_drafts_total": OF_ENGINE,
     "vllm:spec_decode_num_draft_tokens_total": OF_ENGINE,
     "vllm:spec_decode_num_accepted_tokens_total": OF_ENGINE,
+    "vllm:external_prefix_cache_queries_total": OF_ENGINE,
+    "vllm:external_prefix_cache_hits_total": OF_ENGINE,
+    "vllm:kv_offload_tiering_read_bytes_total": OF_ENGINE | {"tier"},
+    "vllm:kv_offload_tiering_read_time_total": OF_ENGINE | {"tier"},
+    "vllm:kv_offload_tiering_write_bytes_total": OF_ENGINE | {"tier"},
+    "vllm:kv_offload_tiering_write_time_total": OF_ENGINE | {"tier"},
+    "vllm:kv_offload_tiering_backpressure_stores_dropped_total": OF_ENGINE | {"tier"},
 }
 _TOKENS = "1.0 2.0 5.0 10.0 20.0 50.0 100.0"
 _REQUEST = (
@@ -71,6 +81,9 @@ BUCKETS = {
     "vllm:request_params_max_tokens": _TOKENS,
     "vllm:request_params_n": "1.0 2.0 5.0 10.0 20.0",
     "vllm:request_num_preemptions": "1.0 2.0 3.0 4.0 5.0 10.0 20.0",
+    "vllm:kv_offload_tiering_promotion_latency_seconds": (
+        "0.0001 0.00025 0.0005 0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1.0 2.5 5.0 10.0"
+    ),
     "vllm:iteration_tokens_total": (
         "1.0 8.0 16.0 32.0 64.0 128.0 256.0 512.0 1024.0 2048.0 4096.0 8192.0 16384.0"
     ),
@@ -79,7 +92,7 @@ BUCKETS = {
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    with small() as own:
+    with small(kv_tier=("memory:?size=8MiB",), kv_tier_write="never") as own:
         yield own
 
 
@@ -110,7 +123,8 @@ def test_names_and_labels_are_those_of_vllm(llm: LLM) -> None:
     for name, bounds in BUCKETS.items():
         buckets = [s for s in scrape.samples if s.name == f"{name}_bucket"]
         assert [s.labels["le"] for s in buckets] == [*bounds.split(), "+Inf"], name
-        assert {frozenset(s.labels) for s in buckets} == {frozenset(OF_ENGINE | {"le"})}
+        labels = OF_ENGINE | {"le"} | ({"tier"} if "tiering" in name else set())
+        assert {frozenset(s.labels) for s in buckets} == {frozenset(labels)}
         for part in ("sum", "count"):
             assert scrape(f"{name}_{part}", **LABELS) == 0
     config = next(s for s in scrape.samples if s.name == "vllm:cache_config_info")
@@ -297,6 +311,82 @@ def test_batches_of_events_are_counted(llm: LLM) -> None:
     scrape = Scrape(metrics)  # what waited was sent before the end
     assert scrape("quire:kv_event_batches_total", outcome="published") > 0
     assert scrape("quire:kv_event_batches_total", outcome="dropped") == 0
+
+
+# -- tiers ----------------------------------------------------------------------------------------
+
+
+def test_tiers_are_told_by_name(tmp_path: Path) -> None:
+    folder = f"file:{tmp_path}/records"
+    with made(kv_tier=("memory:?size=8MiB", f"{folder}?size=64MiB")) as llm:
+        metrics = Metrics(llm, "tiny")
+        texts(llm)
+        until_it_is(lambda: not offload(llm).has_more)
+        llm.reset_prefix_cache()
+        texts(llm)
+        until_it_is(lambda: not offload(llm).has_more)
+        scrape, report = Scrape(metrics), llm.tiers
+        assert report is not None
+        hits = scrape("vllm:external_prefix_cache_hits_total", **LABELS)
+        asked = scrape("vllm:external_prefix_cache_queries_total")
+        assert 0 < hits == scrape("quire:tier_hit_tokens_total", tier="memory") < asked
+        assert scrape("quire:tier_hit_tokens_total", tier=folder) == 0
+        for tier in ("memory", folder):
+            assert scrape("vllm:kv_offload_tiering_write_bytes_total", tier=tier) > 0
+            assert scrape("vllm:kv_offload_tiering_write_time_total", tier=tier) > 0
+            assert scrape("quire:tier_used_bytes", tier=tier) > 0
+            assert scrape("quire:tier_state", tier=tier, state="ok") == 1
+            assert scrape("quire:tier_state", tier=tier) == 1
+        told = {s.labels["tier"] for s in scrape.samples if s.name == "quire:tier_records"}
+        assert told == {"memory"}, "a folder does not count its records"
+        assert scrape("quire:tier_capacity_bytes", tier=folder) == 64 * 2**20
+        read = scrape("vllm:kv_offload_tiering_read_bytes_total", tier="memory")
+        assert read == report.tiers[0].loaded_bytes > 0
+        latency = "vllm:kv_offload_tiering_promotion_latency_seconds"
+        assert scrape(f"{latency}_count", tier="memory") == 4
+        assert scrape(f"{latency}_count", tier=folder) == 0
+        assert scrape("quire:tier_blocks_total", outcome="copied") > 0
+        for name in ("bad_records_total", "errors_total", "late_loads_total"):
+            assert scrape(f"quire:tier_{name}") == 0, name
+    after = Scrape(metrics)
+    assert after("quire:tier_used_bytes", tier="memory") == 0
+    assert after("quire:tier_used_bytes", tier=folder) > 0
+    assert after("vllm:external_prefix_cache_hits_total") == hits
+    with small() as llm:
+        without = Scrape(Metrics(llm, "tiny"))
+        assert without("vllm:external_prefix_cache_hits_total") == 0
+        assert not [name for name in without.names if "tier" in name]
+
+
+def test_a_tier_that_hangs_delays_no_scrape() -> None:
+    go_on, entered = threading.Event(), threading.Event()
+
+    def hanging(*args: Any) -> Any:
+        tier: Any = HostMemoryTier(2**23, args[1])
+        own = tier.usage
+
+        def store(*_: Any) -> int:
+            entered.set()
+            assert go_on.wait(60)
+            return 0
+
+        def usage() -> Any:
+            assert not entered.is_set() or go_on.wait(60)
+            return own()
+
+        tier.store, tier.usage = store, usage
+        return tier
+
+    with kind("hanging", hanging), made(kv_tier=("hanging:",)) as llm:
+        metrics = Metrics(llm, "tiny")
+        texts(llm)
+        assert entered.wait(60)
+        try:
+            scrape = in_time(lambda: Scrape(metrics))
+        finally:
+            go_on.set()
+        assert scrape("quire:tier_records", tier="hanging") == 0
+        assert scrape("quire:tier_blocks_total", outcome="copied") > 0
 
 
 # -- labels ---------------------------------------------------------------------------------------

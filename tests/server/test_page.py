@@ -61,6 +61,8 @@ def server() -> Iterator[str]:
         max_model_len=512,
         kv_cache_memory_bytes="24MB",
         max_num_seqs=8,
+        kv_tier=("memory:?size=16MiB",),
+        kv_tier_write="always",
         observe=lambda _: time.sleep(0.008),  # or it would be over before it is seen
     )
     listening = socket.socket()
@@ -134,6 +136,22 @@ def test_cells_appear_are_shared_and_go(seen: Seen) -> None:
     page.click("#stop")
     seen.until("n('h') === 0")
     assert "stopped" in page.inner_text("#answers")
+
+
+def test_what_lies_where_is_in_a_table(seen: Seen) -> None:
+    page = seen.page
+    page.fill("#max-tokens", "40")
+    page.click("#one")
+    page.wait_for_function(
+        "() => /^[1-9]/.test(document.querySelector('#places tr:nth-child(2)')?.children[2]"
+        ".textContent ?? '')",
+        timeout=SHORT_MS,
+    )
+    pool, memory = page.locator("#places tr").all()
+    assert pool.inner_text().split()[:2] == ["Pool", "ok"]
+    assert memory.inner_text().split()[:2] == ["memory", "ok"]
+    assert "of 16.0 MiB" in memory.inner_text()
+    page.click("#stop")
 
 
 @pytest.mark.full
@@ -259,6 +277,7 @@ def test_a_tenant_sees_its_own_cells(seen: Seen) -> None:
     assert "for this key" in page.inner_text("#of-ceiling")
     assert page.locator("#legend tr:visible").count() == 3
     assert not page.is_visible("#time")
+    assert not page.is_visible("#tiers")
     page.click("#stop")
 
 

@@ -31,6 +31,7 @@ from quire.server.dashboard.frames import (
     GroupAbout,
     Memory,
     SequenceFrame,
+    TierFrame,
 )
 from server.asking import run
 
@@ -132,6 +133,27 @@ def test_a_tenant_has_its_own_rows_and_one_line_for_others() -> None:
     assert "1.00 KiB used   ▒ others about 35 %" in text
     assert "2 running, 1 waiting, of this key" in text
     assert text.split()[-5:] == ["others", "hold", "about", "35", "%"]
+
+
+def test_tiers_have_a_line_each() -> None:
+    memory = TierFrame(
+        name="memory", state="ok", records=1234, used=2**20, capacity=2**30, hits=98_765
+    )
+    away = TierFrame(
+        name="redis://store.example", state="broken", records=None, used=None, capacity=None, hits=0
+    )
+    view = View("http://here", ABOUT, a_frame(tiers=(memory, away)), 0.0)
+    lines = [line.rstrip() for line in text_of(view).splitlines()]
+    assert "memory: 1.00 MiB of 1.00 GiB in 1,234 records, 98,765 tokens hit, ok" in lines
+    assert "redis://store.example: bytes unknown, 0 tokens hit, broken" in lines
+    many = a_frame(tiers=(memory,) * 4 + (away,) * 2)
+    assert "and 2 tiers more, 2 of them broken or suspect" in text_of(
+        View("http://here", ABOUT, many, 0.0)
+    )
+    screen = io.StringIO()
+    terminal = {"force_terminal": True, "color_system": None, "width": 80, "height": 24}
+    Console(file=screen, **terminal).print(View("http://here", ABOUT, many, 0.0))
+    assert len(screen.getvalue().splitlines()) <= 24
 
 
 def many_cells(holder: int) -> Cells:

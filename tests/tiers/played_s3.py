@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs
 
 import pytest
 
@@ -67,6 +68,10 @@ class _Handler(BaseHTTPRequestHandler):
             for key in re.findall(rb"<Key>([^<]*)</Key>", body):
                 store.objects.pop(f"{path.partition('?')[0]}/{key.decode()}", None)
             self._send(200, b"<DeleteResult><Deleted><Key>a</Key></Deleted></DeleteResult>")
+        elif "list-type=2" in path:
+            bucket, _, query = path.partition("?")
+            prefix = f"{bucket}/{parse_qs(query)['prefix'][0]}"
+            self._send(200, _listed(bucket, [key for key in store.objects if prefix in key]))
         elif path not in store.objects:
             self._send(404)
         else:
@@ -92,6 +97,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
         if play == "cut":
             self.close_connection = True
+
+
+def _listed(bucket: str, paths: list[str]) -> bytes:
+    """As S3 lists all objects below a prefix."""
+    told = "".join(
+        f"<Contents><Key>{path.removeprefix(f'{bucket}/')}</Key><Size>1</Size>"
+        "<LastModified>2026-11-24T00:00:00.000Z</LastModified></Contents>"
+        for path in paths
+    )
+    return f"<ListBucketResult><IsTruncated>false</IsTruncated>{told}</ListBucketResult>".encode()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.tiers.fingerprint import (
@@ -47,6 +47,8 @@ def test_a_description_gives_the_fingerprint_again(fields: dict[str, Any]) -> No
     assert (len(own.digest), len(own.namespace)) == (32, 16)
 
 
+@example({}, {"": {}})
+@example({"": {"a": 1}}, {"a": 1})
 @given(FIELDS, FIELDS)
 def test_only_equal_fields_have_no_difference(one: dict[str, Any], other: dict[str, Any]) -> None:
     first, second = Fingerprint.of(one), Fingerprint.of(other)

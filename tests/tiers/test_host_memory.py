@@ -57,6 +57,24 @@ def test_what_was_used_outlives_a_flood_of_what_was_not() -> None:
     tier.check()
 
 
+def test_it_tells_what_it_evicts_once_it_is_asked() -> None:
+    tier, _ = filled(4)
+    for _ in range(2):
+        assert store(tier, new_names(4)) == 4
+    assert tier.take_evicted() == []
+    names = new_names(6)
+    assert store(tier, names[:4]) == 4
+    assert len(tier.take_evicted()) == 4
+    assert store(tier, names[4:]) == 2
+    assert sum(tier.find([name], soon()) for name in names) == 4
+    assert {*tier.take_evicted()} == {name for name in names if not tier.find([name], soon())}
+    tier.drop(names, soon())
+    tier.clear(soon())
+    assert tier.take_evicted() == []
+    assert (tier.usage().num_records, tier.usage().used_bytes) == (0, 0)
+    tier.check()
+
+
 def test_what_comes_back_soon_after_it_went_counts_as_used() -> None:
     tier, clock = filled(8)
     names = new_names(3)

@@ -26,7 +26,7 @@ from tiers.shared_tier_cases import (
 PASSWORD = "s3cret/@:#"
 QUOTED = "s3cret%2F%40%3A%23"
 # The whole rule of docs/guides/shared-tiers.md, but for the password.
-RULE = "resetkeys ~quire:* resetchannels -@all +get +set +strlen +exists +pexpire +unlink"
+RULE = "resetkeys ~quire:* resetchannels -@all +get +set +strlen +exists +pexpire +unlink +scan"
 
 
 def open_tier(text: str, namespace: str = "0" * 16, record_bytes: int = RECORD_BYTES) -> Tier:
@@ -199,7 +199,9 @@ class TestWhoAsks:
             assert tier.store(names, records_of(names), soon()) == 9
             assert tier.load(names, into, soon()) == 9 == tier.find(names, soon())
             assert into == records_of(names)
-            tier.drop(names, soon())
+            tier.drop(names[:3], soon())
+            tier.clear(soon())
+            assert [tier.find([name], soon()) for name in names] == [0] * 9
             tier.close()
 
     @pytest.mark.parametrize("options", ["", "verify=ca"])

@@ -29,6 +29,7 @@ from quire.server.dashboard.frames import (
     Counters,
     Frame,
     SequenceFrame,
+    TierFrame,
 )
 from quire.units import ceil_div, format_bytes, format_count
 
@@ -49,6 +50,8 @@ _SIGNS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 _MOST_LINES = 14  # of the picture of one group of layers
 _HEAD_LINES = 5  # before the pictures
+_MOST_TIERS = 4  # a line each
+_STATE_STYLES = MappingProxyType({"ok": "green", "broken": "dark_orange", "suspect": "bold red"})
 _ENTRY_WIDTH, _GAP = 39, 2  # columns of a sequence's entry; between two entries
 _WINDOW_S = 5.0  # rates are means over this time
 
@@ -92,9 +95,11 @@ class View:
         yield self._title()
         yield from self._bytes(width)
         yield self._rates()
+        told = list(self._tiers())
+        yield from told
         # Sequences get up to half of the remaining lines.
         left = options.max_height - _HEAD_LINES - 2 * len(groups)
-        left -= self.frame.others_percent is not None
+        left -= len(told) + (self.frame.others_percent is not None)
         entries = [self._entry(sequence) for sequence in self.frame.sequences]
         in_line = max(1, (width + _GAP) // (_ENTRY_WIDTH + _GAP))
         wanted = 1 + ceil_div(len(entries), in_line) + (self.frame.num_more > 0)
@@ -162,6 +167,18 @@ class View:
             f"{sequences}   {rate} tokens/s   hit rate {hits}   "
             f"{format_count(now.preemptions)} preemptions"
         )
+
+    def _tiers(self) -> Iterator[Text]:
+        """Yield a line for each tier: what it holds, what it had of prompts, and its state."""
+        tiers = self.frame.tiers
+        for tier in tiers[:_MOST_TIERS]:
+            words = f"{tier.name}: {_held(tier)}, {format_count(tier.hits)} tokens hit, "
+            line = Text(words, no_wrap=True, overflow="ellipsis")
+            yield line.append(tier.state, style=_STATE_STYLES[tier.state])
+        if len(tiers) > _MOST_TIERS:
+            more = tiers[_MOST_TIERS:]
+            wrong = sum(tier.state != "ok" for tier in more)
+            yield Text(f"and {len(more)} tiers more, {wrong} of them broken or suspect")
 
     def _scale(self, cells: Cells, cell_tokens: int, width: int, most: int) -> str:
         each = cells.each * _thinned(cells, width, most)[0]
@@ -231,6 +248,14 @@ class View:
             yield Text(f"  and {format_count(more)} more", style="dim")
         if self.frame.others_percent is not None:
             yield Text(f"  others hold about {self.frame.others_percent} %", style="dim")
+
+
+def _held(tier: TierFrame) -> str:
+    """Say what a tier holds, as far as it does."""
+    used = "bytes unknown" if tier.used is None else format_bytes(tier.used)
+    most = "" if tier.capacity is None else f" of {format_bytes(tier.capacity)}"
+    count = "" if tier.records is None else f" in {format_count(tier.records)} records"
+    return used + most + count
 
 
 def _thinned(cells: Cells, width: int, most: int) -> tuple[int, int]:

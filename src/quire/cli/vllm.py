@@ -133,7 +133,9 @@ def _swap_space(value: str, done: Translation) -> list[str]:
 
 
 def _offloading(value: str, done: Translation) -> list[str]:
-    return done.note(f"--kv-offloading-size {value}", "--swap-space", f"{value}GiB")
+    if not _GIB_NUMBER.fullmatch(value):
+        return ["--kv-offloading-size", value]
+    return done.note(f"--kv-offloading-size {value}", "--kv-offloading-size", f"{value}GiB")
 
 
 def _tokens(flag: str) -> Rewrite:

@@ -115,7 +115,7 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     *_switches("there is one pool", "--use-v2-block-manager", harmless=ANY),
     *_flags(
-        "swapped sequences are in memory, or in a file at --swap-path",
+        "blocks go to the tiers of --kv-tier, by Quire's own code",
         "--kv-offloading-backend",
         harmless=("native",),
     ),

@@ -7,14 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from quire.engine.llm import LLM, Observer
+from quire.engine.llm import LLM, MOST_CLEAR_S, STILL_CLEARING, Observer, require_cleared
 from quire.engine.outputs import CompletionOutput, TextDelta, completion
 from quire.engine.prompts import Prompt
 from quire.engine.request_tracker import RequestState, RequestTracker
+from quire.engine.scheduling.offload_policy import OffloadReport
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestError
 from quire.kv import NO_KEYS, PrefixKeys, Usage
 from quire.sampling_params import Params, SamplingParams
+from quire.tiers import TierError
 
 T = TypeVar("T")
 
@@ -130,10 +132,31 @@ class AsyncLLM:
             self._tracker.call(partial(self.llm.resize, kv_cache_memory_bytes))
         )
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Reset the prefix cache as ``LLM`` does, between two steps."""
-        reset = partial(self.llm.reset_prefix_cache, reset_running_requests)
-        return await asyncio.wrap_future(self._tracker.call(reset))
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_external: bool = False
+    ) -> bool:
+        """Reset the prefix cache as ``LLM`` does, between two steps. No step waits for tiers.
+
+        Raises: RequestError, TierError, as ``LLM.reset_prefix_cache``.
+        """
+        reset = partial(self.llm.begin_reset, reset_running_requests, reset_external)
+        clearing = await asyncio.wrap_future(self._tracker.call(reset))
+        if clearing is None:
+            return False
+        try:
+            require_cleared(await asyncio.wait_for(asyncio.wrap_future(clearing), MOST_CLEAR_S))
+        except TimeoutError:
+            raise TierError(STILL_CLEARING) from None
+        return True
+
+    @property
+    def tiers(self) -> OffloadReport | None:
+        """What tiers hold and have done, as ``LLM.tiers``."""
+        return self.llm.tiers
+
+    def trust_tiers(self, name: str | None = None) -> None:
+        """Load from tiers again that gave bad records, as ``LLM`` does, and at once."""
+        self.llm.trust_tiers(name)
 
     async def sleep(self, level: int = 1) -> bool:
         """Sleep as ``LLM.sleep`` does, between two steps."""

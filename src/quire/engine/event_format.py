@@ -42,9 +42,6 @@ from quire.spec import (
 SEQUENCE_BYTES = 8
 NO_MORE = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)  # the number behind a replay's last
 
-# vLLM's media. The pool is the first, on any device; the others are for copies in a tier.
-GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
-
 _HASH_BYTES = 8
 _KEY_BYTES = 32
 _SALT_MARK_BYTES = 16
@@ -173,6 +170,7 @@ class EventEncoder:
             and above is not None
             and above == last.block_hashes[-1]
             and group == last.group_idx
+            and event.medium == last.medium
             and last.extra_keys is not None
         ):
             last.block_hashes.append(number)
@@ -185,7 +183,7 @@ class EventEncoder:
             token_ids=list(event.token_ids),
             block_size=self._block_size,
             lora_id=None,
-            medium=GPU,
+            medium=event.medium,
             lora_name=_tagged(event.root_keys, "lora"),
             extra_keys=[extra],
             group_idx=group,
@@ -195,10 +193,11 @@ class EventEncoder:
 
     def _removed(self, event: BlockRemoved, last: WireEvent | None) -> RemovedBlocks | None:
         number = self._number(event.block_hash, event.root_keys)
-        if isinstance(last, RemovedBlocks) and last.group_idx == event.group_idx:
+        place = event.group_idx, event.medium
+        if isinstance(last, RemovedBlocks) and (last.group_idx, last.medium) == place:
             last.block_hashes.append(number)
             return None
-        return RemovedBlocks(block_hashes=[number], medium=GPU, group_idx=event.group_idx)
+        return RemovedBlocks(block_hashes=[number], medium=event.medium, group_idx=event.group_idx)
 
     def _number(self, digest: bytes, root_keys: Extra) -> int:
         """Return a block's name: 64 bits of its hash, keyed where the chain has a secret."""

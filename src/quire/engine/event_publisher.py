@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from quire.config import KVEventsConfig
@@ -139,8 +140,8 @@ class EventPublisher:
                 " and ".join(self._config.open_endpoints),
             )
 
-    def take_from(self, cache: AccountedCache) -> None:
-        """Queue what a cache has noted since the last call, between two steps.
+    def take_from(self, cache: AccountedCache, of_tiers: Iterable[BlockEvent] = ()) -> None:
+        """Queue what a cache has noted since the last call, between two steps, and what tiers have.
 
         Another accounting than the last call's began with an empty cache.
         """
@@ -148,7 +149,7 @@ class EventPublisher:
         if begun:
             self._accounting, self._source = cache.accounting, _source(cache.accounting)
         assert self._source is not None, "start() comes first"
-        events = self._source.take_events()
+        events = [*of_tiers, *self._source.take_events()]
         if begun:
             events.insert(0, AllBlocksCleared())
         if not events:

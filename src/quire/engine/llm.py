@@ -3,7 +3,8 @@
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -17,6 +18,7 @@ from quire.engine.build import build, loaded_model
 from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elasticity
 from quire.engine.event_publisher import EventPublisher
+from quire.engine.offloading import CLEAR_S
 from quire.engine.outputs import (
     CompletionOutput,
     Deliver,
@@ -36,6 +38,7 @@ from quire.engine.prompts import (
     refuse_unknown_ids,
     split,
 )
+from quire.engine.scheduling.offload_policy import OffloadReport
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.statistics import Statistics
 from quire.engine.step_plan import TokenOutput
@@ -54,6 +57,7 @@ from quire.sampling_params import (
     PoolingParams,
     SamplingParams,
 )
+from quire.tiers import TierError
 from quire.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
@@ -61,6 +65,11 @@ log = logging.getLogger(__name__)
 Observer: TypeAlias = Callable[[Usage], None]
 
 _USAGE_AGE_S = 0.25  # the most that the noted usage is old when a step begins
+MOST_CLEAR_S = 2 * CLEAR_S  # that a caller waits for tiers, and for what they do before
+STILL_CLEARING = (
+    f"reset_external: tiers are still busy after {MOST_CLEAR_S:g} s; nothing is loaded from them "
+    f"until they have forgotten all"
+)
 
 
 class LLM:
@@ -319,13 +328,78 @@ class LLM:
         with self._elastic.lock:
             self._publish_events()
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    @property
+    def tiers(self) -> OffloadReport | None:
+        """What tiers hold and have done; None without tiers. No tier is asked, and no step waits.
+
+        Any thread may read it, during a step and after ``close`` too.
+        """
+        offload = self.engine.scheduler.offload
+        return None if offload is None else offload.report()
+
+    def trust_tiers(self, name: str | None = None) -> None:
+        """Load from tiers again that gave bad records: from one, or from each (None).
+
+        Raises: RequestError without tiers, and for a name that none of them has.
+        """
+        names = self._tier_names()
+        if name is not None and name not in names:
+            raise RequestError(f"tier={name[:80]!r} is none of this engine's: {', '.join(names)}")
+        offload = self.engine.scheduler.offload
+        assert offload is not None
+        offload.trust(name)
+
+    def _tier_names(self) -> list[str]:
+        report = self.tiers
+        if report is None:
+            raise RequestError("this engine has no tiers: kv_tier names them")
+        return [tier.name for tier in report.tiers]
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_external: bool = False
+    ) -> bool:
         """Drop the blocks that are kept for later prompts. Return False while a request runs.
 
         With ``reset_running_requests`` running requests compute their tokens again. Records in
         tiers stay, but for a model in memory whose weights are not what they were: tiers are not
-        used any more then, since its records would be another model's.
+        used any more then, since its records would be another model's. With ``reset_external``
+        tiers forget all that they have of this model in this configuration, for every engine that
+        shares them; the call waits for that.
+
+        Raises: RequestError where ``reset_external`` cannot be done, before anything is; TierError
+        where a tier could not forget all. Nothing is loaded from such a tier until it is trusted.
         """
+        clearing = self.begin_reset(reset_running_requests, reset_external)
+        if clearing is None:
+            return False
+        try:
+            require_cleared(clearing.result(MOST_CLEAR_S))
+        except TimeoutError:
+            raise TierError(STILL_CLEARING) from None
+        return True
+
+    def check_reset_external(self) -> None:
+        """Check that all tiers can forget what they have of this model. Raises: RequestError."""
+        self._tier_names()
+        report = self.tiers
+        assert report is not None
+        if unable := [tier.name for tier in report.tiers if not tier.may_clear]:
+            raise RequestError(
+                f"reset_external: {', '.join(unable)} cannot find all records of one model: "
+                f"remove them by its own means, or take it out of kv_tier"
+            )
+
+    def begin_reset(
+        self, reset_running_requests: bool, reset_external: bool
+    ) -> "Future[Mapping[str, str]] | None":
+        """Reset as ``reset_prefix_cache`` does, without waiting for tiers.
+
+        Returns: None while a request runs; else a future of why a tier has not forgotten all, by
+        its name. Raises: RequestError.
+        """
+        if reset_external:
+            self._refuse_if_closed()
+            self.check_reset_external()
         with self._elastic.lock:
             if self.engine.scheduler.offload is not None:
                 self.engine.scheduler.offload.check_model()
@@ -334,8 +408,13 @@ class LLM:
                     pass
             done = self._kv.accounting.reset_prefix_cache()
             self._kv.carry_out()
+            clearing = Future[Mapping[str, str]]()
+            if done and reset_external and self.engine.scheduler.offload is not None:
+                clearing = self.engine.scheduler.offload.clear()
+            else:
+                clearing.set_result({})
             self._publish_events()
-        return done
+        return clearing if done else None
 
     def sleep(self, level: int = 1) -> bool:
         """Give memory back until ``wake_up``. Return False, and do nothing, while a request runs.
@@ -583,7 +662,9 @@ class LLM:
     def _publish_events(self) -> None:
         """Hand what the cache has noted to the publisher, between two steps."""
         if self.kv_events is not None and self.sleep_level < 2 and not self._closed:
-            self.kv_events.take_from(self._kv)
+            offload = self.engine.scheduler.offload
+            of_tiers = () if offload is None else offload.take_events()
+            self.kv_events.take_from(self._kv, of_tiers)
 
     def _note_usage(self) -> None:
         """Note the usage for callers that do not wait."""
@@ -681,6 +762,16 @@ class LLM:
             self.abandon(sequences)
 
 
+def require_cleared(left: Mapping[str, str]) -> None:
+    """Raise TierError if a tier has not forgotten all. ``left``: why, by the tier's name."""
+    if left:
+        several = "; ".join(f"{name}: {why}" for name, why in left.items())
+        raise TierError(
+            f"reset_external: records may be left, and nothing is loaded from these tiers until "
+            f"they are cleared or trusted: {several}"
+        )
+
+
 def _store_when_idle(llm_ref: "weakref.ref[LLM]") -> bool:
     """Store blocks for tiers, unless a thread uses the cache. Return False if some are left."""
     llm = llm_ref()
@@ -690,6 +781,8 @@ def _store_when_idle(llm_ref: "weakref.ref[LLM]") -> bool:
     if not lock.acquire(blocking=False):
         return False
     try:
-        return llm.is_closed or llm.is_sleeping or llm.engine.store_blocks()
+        is_done = llm.is_closed or llm.is_sleeping or llm.engine.store_blocks()
+        llm._publish_events()  # of what was stored since the last step
+        return is_done
     finally:
         lock.release()

@@ -8,12 +8,13 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,18 +23,24 @@ from quire.config import EngineConfig
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_fingerprint import kv_fingerprint
 from quire.engine.kv_sizing import require_blocks, staging_bytes
-from quire.engine.scheduling.offload_policy import LoadJob, OffloadPolicy, columns_read
+from quire.engine.scheduling.offload_policy import (
+    LoadJob,
+    OffloadPolicy,
+    TierReport,
+    columns_read,
+)
 from quire.engine.scheduling.step_costs import Clock, Costs
+from quire.engine.statistics import PROMOTION_SECONDS, Histogram
 from quire.errors import ConfigError
 from quire.kv.interface import BlockBytes, ExternalBlocks
 from quire.kv.layout import attention_spec
-from quire.kv.prefix_index import BlockIdentity
+from quire.kv.prefix_index import BlockEvent, BlockIdentity, BlockRemoved, Medium
 from quire.models.file_hashes import CannotName
 from quire.models.loader import LoadedModel
 from quire.spec import Group, KeptWhole
 from quire.tiers import TIERS, Deadline, Name, TierError
-from quire.tiers.guard import GuardedTier
-from quire.tiers.record import Checksums, KeyedSeal, Part, RecordFormat, Seal
+from quire.tiers.guard import TIER_CALLS, GuardedTier
+from quire.tiers.record import BAD_REASONS, Checksums, KeyedSeal, Part, RecordFormat, Seal
 from quire.tiers.tier import DescribedTier
 
 if TYPE_CHECKING:
@@ -46,6 +53,7 @@ _DROP_AGAIN_S = 1.0  # after a tier has refused to drop records
 _STORE_S = 10.0  # that a batch of records may take
 _IDLE_S = 0.02  # between two questions to an engine that has more to store
 _CLOSE_S = 5.0  # to store what was copied out
+CLEAR_S = 60.0  # that all tiers may take to forget a namespace
 _NEW_SHARE = 0.2  # of a new measurement, in a mean
 _LONGEST_KEY = 4096  # bytes of a key's file
 _MOST_TRIED = 64  # ends of a prefix, where windows or states must be there too
@@ -245,6 +253,16 @@ class _Drop:
     blocks: list[BlockIdentity]
 
 
+@dataclass(frozen=True, slots=True)
+class _Clear:
+    """Tiers are to forget all records of the engine's namespace."""
+
+    done: "Future[Mapping[str, str]]" = field(default_factory=Future)  # why one has not, by name
+
+
+_Task: TypeAlias = list[_Outgoing] | LoadJob | _Drop | _Clear
+
+
 class ThreadedCarrier:
     """See ``BlockCarrier``. A thread loads and another one stores; both end with ``close``.
 
@@ -260,6 +278,7 @@ class ThreadedCarrier:
         staging: Staging,
         *,
         has_threads: bool = True,  # without them the caller works
+        keeps_events: bool = False,
     ) -> None:
         # Copies more out, unless steps do. Returns False to be called again: there is more.
         self.when_idle: Callable[[], bool] | None = None
@@ -279,8 +298,18 @@ class ThreadedCarrier:
         self._done: deque[LoadJob] = deque()
         self._came = threading.Condition()
         self._outgoing: list[_Outgoing] = []
-        self._to_load: SimpleQueue[tuple[LoadJob, float] | None] = SimpleQueue()
-        self._to_store: SimpleQueue[list[_Outgoing] | LoadJob | _Drop | None] = SimpleQueue()
+        self._to_load: SimpleQueue[tuple[LoadJob, Deadline] | None] = SimpleQueue()
+        self._to_store: SimpleQueue[_Task | None] = SimpleQueue()
+        self._events: list[BlockEvent] | None = [] if keeps_events else None
+        # Of a tier that tells what it evicts, by name: the event that a copy is gone.
+        self._told: dict[GuardedTier, dict[Name, BlockRemoved]] = {
+            tier: {} for tier in tiers if keeps_events and tier.tells_evictions
+        }
+        for tier in self._told:
+            tier.take_evicted()  # so that it begins to remember them
+        self._num_clearing = 0  # while there is one, nothing is found
+        self._hit_tokens = [0] * len(tiers)  # the engine's thread writes them …
+        self._promotion_s = [Histogram(PROMOTION_SECONDS) for _ in tiers]  # … and the loading one
         self._dropping: Counter[bytes] = Counter()  # chains of blocks that are not loaded
         self._stop_s: float | None = None  # monotonic: no record is stored after it
         self._load_s = self._copy_s = self._store_s = 0.0  # of a block
@@ -307,7 +336,7 @@ class ThreadedCarrier:
             return False
         if not any(tier.may_load for tier in self.tiers):
             return False
-        self._to_load.put((job, wait_s))
+        self._to_load.put((job, Deadline.after(wait_s)))
         return True
 
     def loaded(self) -> list[LoadJob]:
@@ -346,6 +375,71 @@ class ThreadedCarrier:
         with self._came:
             self._dropping.update(block.chain for block in several)
         self._to_store.put(_Drop(several))
+
+    def note_inserted(self, job: LoadJob, end: int) -> None:
+        tier: GuardedTier | None = None
+        for column in range(end - 1, job.first - 1, -1):
+            # A column without a record of its own was brought by what lies behind it: a state.
+            for group in range(len(self._groups)):
+                loaded = job.payloads.get((group, column))
+                if isinstance(loaded, _Loaded):
+                    tier = loaded.tier
+                    break
+            if tier is not None:
+                self._hit_tokens[self.tiers.index(tier)] += self._block_size
+
+    def take_events(self) -> list[BlockEvent]:
+        if not self._events:
+            return []
+        with self._came:
+            events, self._events = self._events, []
+        return events
+
+    def report(self) -> tuple[TierReport, ...]:
+        return tuple(map(self._report, range(len(self.tiers))))
+
+    def _report(self, at: int) -> TierReport:
+        tier = self.tiers[at]
+        counts, usage, traits = tier.counted(), tier.usage(), tier.traits
+        return TierReport(
+            name=tier.name,
+            medium=_medium(tier),
+            is_shared=traits.is_shared,
+            is_persistent=traits.is_persistent,
+            state=tier.state,
+            may_clear=tier.may_clear,
+            num_records=usage.num_records,
+            used_bytes=usage.used_bytes,
+            capacity_bytes=usage.capacity_bytes,
+            hit_tokens=self._hit_tokens[at],
+            num_loaded=counts.num_loaded,
+            loaded_bytes=counts.loaded_bytes,
+            load_s=counts.load_s,
+            num_stored=counts.num_stored,
+            stored_bytes=counts.stored_bytes,
+            store_s=counts.store_s,
+            num_dropped=counts.num_stores_dropped,
+            num_errors={call: counts.num_errors[call] for call in TIER_CALLS},
+            num_bad={reason: counts.num_bad[reason] for reason in BAD_REASONS},
+            promotion_s=self._promotion_s[at],
+        )
+
+    def trust(self, name: str | None) -> None:
+        for tier in self.tiers:
+            if name in (None, tier.name):
+                tier.trust()
+
+    def clear(self) -> "Future[Mapping[str, str]]":
+        clear = _Clear()
+        if self._stop_s is not None:
+            clear.done.set_result({tier.name: "it is closed" for tier in self.tiers})
+            return clear.done
+        clear.done.set_running_or_notify_cancel()  # a caller that leaves ends nothing
+        self.send()  # so that it is stored before, and forgotten
+        with self._came:
+            self._num_clearing += 1
+        self._to_store.put(clear)
+        return clear.done
 
     @property
     def may_store(self) -> bool:
@@ -391,11 +485,11 @@ class ThreadedCarrier:
         while (task := self._to_load.get()) is not None:
             self._load(*task)
 
-    def _load(self, job: LoadJob, wait_s: float) -> None:
+    def _load(self, job: LoadJob, deadline: Deadline) -> None:
         job.end = job.first
         try:
             if not job.is_given_up and self._stop_s is None:
-                self._load_one(job, Deadline.after(wait_s))
+                self._load_one(job, deadline)
         except Exception:  # of a tier of another package: the job ends all the same
             log.exception("blocks cannot be loaded from tiers")
             job.end = job.first
@@ -421,9 +515,13 @@ class ThreadedCarrier:
         elif not self._elsewhere:
             job.end = job.first + num_loaded // len(self._everywhere)
         job.is_cut = count < len(job.blocks) and job.end == job.first + count > job.first
+        took_s = time.perf_counter() - begun_s
         if job.end > job.first:
-            seconds = (time.perf_counter() - begun_s) / (job.end - job.first)
-            self._load_s = _mean(self._load_s, seconds)
+            self._load_s = _mean(self._load_s, took_s / (job.end - job.first))
+        for tier in {
+            loaded.tier for loaded in job.payloads.values() if isinstance(loaded, _Loaded)
+        }:
+            self._promotion_s[self.tiers.index(tier)].observe(took_s)
 
     def _run(self, job: LoadJob, count: int, deadline: Deadline) -> list[list[_Wanted]]:
         """Find the longest run of blocks, of at most ``count``, each from the nearest tier."""
@@ -479,6 +577,8 @@ class ThreadedCarrier:
     ) -> int:
         """Count the first of these records that a tier has, and that are not being dropped."""
         with self._came:
+            if self._num_clearing:
+                return 0
             dropping = set(self._dropping) if self._dropping else ()
         if dropping:
             for at, each in enumerate(several):
@@ -524,12 +624,15 @@ class ThreadedCarrier:
         ]
         count = tier.load([each.name for each in several], views, deadline)
         for at, (each, view) in enumerate(zip(several[:count], views, strict=False)):
+            block = job.blocks[each.column - job.first]
             flaw = tier.formats[each.group].flaw(view, each.header)
             if flaw is not None:
                 tier.note_bad(each.name, flaw)
+                job.lacking.append(block)  # so that it is stored again
+                self._tell_lost(tier, [(each.group, block)])
                 return at
             tier.note_good(len(view))
-            block = job.blocks[each.column - job.first]
+            self._tell_kept(tier, [(each.name, each.group, block)])
             job.payloads[each.group, each.column] = _Loaded(block, buffers[at], tier)
         return count
 
@@ -539,10 +642,12 @@ class ThreadedCarrier:
         while (task := self._next_to_store()) is not None:
             self._store(task)
 
-    def _store(self, task: list[_Outgoing] | LoadJob | _Drop) -> None:
+    def _store(self, task: _Task) -> None:
         try:
             if isinstance(task, _Drop):
                 self._drop_records(task)
+            elif isinstance(task, _Clear):
+                self._clear_all(task)
             elif isinstance(task, LoadJob):
                 self._free_records(task)
             else:
@@ -550,7 +655,7 @@ class ThreadedCarrier:
         except Exception:  # of a tier of another package
             log.exception("blocks cannot be stored in tiers")
 
-    def _next_to_store(self) -> list[_Outgoing] | LoadJob | _Drop | None:
+    def _next_to_store(self) -> _Task | None:
         """Wait for the next task. An engine without steps is asked for what it still has."""
         while self.when_idle is not None:
             try:
@@ -592,7 +697,9 @@ class ThreadedCarrier:
                 views.append(view)
             if self._stop_s is not None and time.monotonic() > self._stop_s:
                 return
-            tier.store(names, views, Deadline.after(_STORE_S))
+            count = tier.store(names, views, Deadline.after(_STORE_S))
+            kept = zip(names[:count], several[start : start + count], strict=True)
+            self._tell_kept(tier, [(name, each.group, each.identity) for name, each in kept])
 
     def _free_records(self, job: LoadJob) -> None:
         """Give a job's buffers back, once nearer tiers have what they hold."""
@@ -618,13 +725,64 @@ class ThreadedCarrier:
             ]
             while not tier.drop(names, Deadline.after(_STORE_S)) and self._stop_s is None:
                 time.sleep(_DROP_AGAIN_S)  # no wrong record may stay where it can be found
+            groups = range(len(tier.formats))
+            self._tell_lost(tier, [(group, block) for block in drop.blocks for group in groups])
         with self._came:
             self._dropping -= Counter(block.chain for block in drop.blocks)
+
+    def _clear_all(self, clear: _Clear) -> None:
+        """Clear each tier. One that fails is not loaded from, so the others may be."""
+        deadline, left = Deadline.after(CLEAR_S), dict[str, str]()
+        for tier in self.tiers:
+            try:
+                why = tier.clear(deadline)
+            except Exception as error:  # of a tier of another package
+                log.exception("tier %s cannot be cleared", tier.name)
+                why = str(error) or type(error).__name__
+            if why is not None:
+                left[tier.name] = why
+        with self._came:
+            self._num_clearing -= 1
+            for told in self._told.values():
+                told.clear()
+        clear.done.set_result(left)
+
+    # -- events ------------------------------------------------------------------------------------
+
+    # AllBlocksCleared, which is for all media, is told before tiers are cleared: what they keep
+    # until then is not.
+
+    def _tell_kept(self, tier: GuardedTier, several: list[tuple[Name, int, BlockIdentity]]) -> None:
+        """Tell which copies a tier has, and which it has evicted for them."""
+        if self._events is None:
+            return
+        medium, told = _medium(tier), self._told.get(tier)
+        events = list[BlockEvent]()
+        if told is not None:
+            gone = (told.pop(name, None) for name in tier.take_evicted())
+            events += (event for event in gone if event is not None)
+        events += (block.stored(group, medium) for _, group, block in several)
+        with self._came:
+            if self._num_clearing:
+                return
+            self._events += events
+            if told is not None:
+                told.update((name, block.removed(group, medium)) for name, group, block in several)
+
+    def _tell_lost(self, tier: GuardedTier, several: list[tuple[int, BlockIdentity]]) -> None:
+        """Tell which copies a tier was made to forget."""
+        with self._came:
+            if self._events is not None and not self._num_clearing:
+                self._events += (block.removed(group, _medium(tier)) for group, block in several)
 
 
 def _is_full(group: Group) -> bool:
     """Tell whether a sequence reads all of its blocks in a group, however long it is."""
     return not isinstance(group.spec, KeptWhole) and int(group.live_start(2**40)) == 0
+
+
+def _medium(tier: GuardedTier) -> Medium:
+    return "STORAGE" if tier.traits.is_shared or tier.traits.is_persistent else "CPU"
 
 
 def _mean(mean: float, new: float) -> float:
@@ -691,15 +849,17 @@ def make_offloading(
                     f"kv_tier_trusted if only trusted engines can reach it"
                 )
             is_sealed = is_shared and key is not None
-            tiers.append(
-                GuardedTier(str(address), tier, sealed if is_sealed else plain, is_sealed=is_sealed)
-            )
+            alike = sum(str(other) == str(address) for other in config.tiers[: len(tiers)])
+            name = str(address).removesuffix(":") + f" ({alike + 1})" * bool(alike)
+            formats = sealed if is_sealed else plain
+            tiers.append(GuardedTier(name, tier, formats, is_sealed=is_sealed))
         carrier = ThreadedCarrier(
             kv.accounting.groups,
             block_size,
             BlockCopies(kv),
             tiers,
             Staging(staging_bytes(kv.accounting.groups, block_size)),
+            keeps_events=config.kv_events_config is not None and config.kv_events_config.publishes,
         )
         undo.pop_all()
     return OffloadPolicy(

@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -32,9 +32,14 @@ from quire.kv.eviction_queue import Ids
 # the index elsewhere. The fields are those of vLLM's KV-cache events, one block an event.
 
 
+# Where a block lies, in vLLM's words: the pool, on any device; a tier in this process's memory;
+# any other tier.
+Medium: TypeAlias = Literal["GPU", "CPU", "STORAGE"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
-    """The index finds this block from now on."""
+    """This block is found from now on: by the index, or in a tier."""
 
     block_hash: bytes  # chained SHA-256: over the parent's, the extra keys and the token ids
     parent_block_hash: bytes | None  # None for a sequence's first block
@@ -42,15 +47,17 @@ class BlockStored:
     extra_keys: tuple[tuple[str, str], ...]  # tagged: salt and adapter of the root, images
     root_keys: tuple[tuple[str, str], ...]  # … salt and adapter, in each block's event
     group_idx: int
+    medium: Medium = "GPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRemoved:
-    """The index no longer finds this block."""
+    """This block is no longer found there."""
 
     block_hash: bytes
     root_keys: tuple[tuple[str, str], ...]
     group_idx: int
+    medium: Medium = "GPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +73,27 @@ class BlockIdentity:
     chain: bytes  # … its own
     extras: bytes  # extra keys of the root and of its own
     token_ids: npt.NDArray[np.int32]  # i32[block size]
+    root_keys: tuple[tuple[str, str], ...] = ()  # those of the root …
+    own_keys: tuple[tuple[str, str], ...] = ()  # … and its own, as in events
+
+    def stored(self, group: int, medium: Medium) -> BlockStored:
+        """Return the event of a copy in a tier, as the index tells of the block itself."""
+        is_first = self.parent == _chained(b"", self.root_keys, b"")
+        return BlockStored(
+            block_hash=self.chain,
+            parent_block_hash=None if is_first else self.parent,
+            token_ids=tuple(self.token_ids.tolist()),
+            extra_keys=(*(self.root_keys if is_first else ()), *self.own_keys),
+            root_keys=self.root_keys,
+            group_idx=group,
+            medium=medium,
+        )
+
+    def removed(self, group: int, medium: Medium) -> BlockRemoved:
+        """Return the event of the end of that copy."""
+        return BlockRemoved(
+            block_hash=self.chain, root_keys=self.root_keys, group_idx=group, medium=medium
+        )
 
 
 BlockEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -408,6 +436,8 @@ class PrefixIndex:
             chain=chain,
             extras=_spelled(self.extra(root), self.extra(row)),
             token_ids=np.frombuffer(self.tokens(row), np.int32),
+            root_keys=self.extra(root),
+            own_keys=self.extra(row),
         )
 
     def is_there(self, node: int) -> bool:
@@ -435,6 +465,8 @@ class PrefixIndex:
                     chain=chain,
                     extras=_spelled(of_root, extra),
                     token_ids=np.frombuffer(tokens, np.int32),
+                    root_keys=of_root,
+                    own_keys=extra,
                 )
             )
             above = chain

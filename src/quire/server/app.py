@@ -29,6 +29,8 @@ from quire.server.endpoints.administration import (
     models,
     reset_prefix_cache,
     sleep,
+    tiers,
+    trust_tiers,
     version,
     wake_up,
 )
@@ -130,8 +132,12 @@ def _operations(service: Service) -> list[Operation]:
             reset_prefix_cache,
             post,
             access="admin",
-            queries=("reset_running_requests",),
-            refuses=(409,),
+            queries=("reset_running_requests", "reset_external"),
+            refuses=(409, 503),
+        ),
+        Operation("/tiers", tiers, get, access="admin"),
+        Operation(
+            "/tiers/trust", trust_tiers, post, access="admin", queries=("tier",), refuses=(404,)
         ),
         Operation("/sleep", sleep, post, access="admin", queries=("level", "mode"), refuses=(503,)),
         Operation("/wake_up", wake_up, post, access="admin", refuses=(503,)),

@@ -174,6 +174,10 @@ class FileTier:
         self._require_open()
         self._files.drop([self._file(name) for name in names], deadline)
 
+    def clear(self, deadline: Deadline) -> None:
+        self._require_open()
+        self._files.remove_records(self._folder.name, deadline)
+
     def usage(self) -> TierUsage:
         self._require_open()
         return TierUsage(used_bytes=self._files.used_bytes, capacity_bytes=self._files.size_bytes)

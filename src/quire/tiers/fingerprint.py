@@ -136,15 +136,15 @@ def _plain(value: Any, path: str, depth: int = 0) -> Any:
     raise TypeError(f"{path or 'the whole'} is a {type(value).__name__}, which has no name as text")
 
 
-def _leaves(value: Field, path: str = "") -> Iterator[tuple[str, str]]:
+def _leaves(value: Field, path: str | None = None) -> Iterator[tuple[str, str]]:
     """List each value by the names that lead to it; a list without fields in it is one value."""
     if isinstance(value, dict) and value:
         for name, inside in value.items():
-            yield from _leaves(inside, f"{path}.{_ascii(name)}" if path else _ascii(name))
+            yield from _leaves(inside, _ascii(name) if path is None else f"{path}.{_ascii(name)}")
     elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
         for at, each in enumerate(value):
             yield from _leaves(each, f"{path}[{at}]")
-    else:
+    elif path is not None:  # no fields at all have no leaves
         yield path, _canonical(value)
 
 

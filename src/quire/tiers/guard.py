@@ -10,13 +10,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, final
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias, final, get_args
 
 from quire.tiers.record import BadReason, RecordFormat
-from quire.tiers.tier import Deadline, Name, Tier, TierError, TierTraits, TierUsage
+from quire.tiers.tier import (
+    ClearableTier,
+    Deadline,
+    EvictingTier,
+    Name,
+    Tier,
+    TierError,
+    TierTraits,
+    TierUsage,
+)
 
 log = logging.getLogger(__name__)
+
+TierCall: TypeAlias = Literal["find", "load", "store", "drop", "clear"]
+TIER_CALLS: tuple[TierCall, ...] = get_args(TierCall)
 
 _LONGEST_BREAK_S = 60.0
 _SUSPECT_AFTER, _OUT_OF = 2, 1000  # bad records
@@ -73,7 +85,7 @@ class TierCounts:
     stored_bytes: int = 0
     store_s: float = 0.0
     num_stores_dropped: int = 0  # records that a full, slow or broken tier did not take
-    num_errors: Counter[str] = field(default_factory=Counter)  # by call
+    num_errors: Counter[TierCall] = field(default_factory=Counter)
     num_bad: Counter[BadReason] = field(default_factory=Counter)
 
 
@@ -92,7 +104,9 @@ class GuardedTier:
         self.name, self.formats, self.is_sealed = name, tuple(formats), is_sealed
         self.counts = TierCounts()
         self.is_suspect = False
+        self._is_stale = False  # it was to forget all its records, and may have some
         self._tier = tier
+        self._usage = self._usage_now()
         self._reads, self._writes = Breaker(name, "loading"), Breaker(name, "storing")
         self._lock = threading.Lock()
         self._recent: list[int] = []  # bad records, as numbers of records so far
@@ -106,7 +120,7 @@ class GuardedTier:
     @property
     def may_load(self) -> bool:
         """Whether the tier may be asked for records now."""
-        return not self.is_suspect and self._reads.is_closed
+        return not (self.is_suspect or self._is_stale) and self._reads.is_closed
 
     @property
     def may_store(self) -> bool:
@@ -116,15 +130,22 @@ class GuardedTier:
     @property
     def state(self) -> Literal["ok", "suspect", "broken"]:
         """Return the tier's state, as a metric shows it."""
-        if self.is_suspect:
+        if self.is_suspect or self._is_stale:
             return "suspect"
         return "broken" if self._reads.is_broken or self._writes.is_broken else "ok"
 
     def trust(self) -> None:
         """Load from the tier again, after an administrator has looked at it."""
         with self._lock:
-            self.is_suspect = False
+            self.is_suspect = self._is_stale = False
             self._recent.clear()
+
+    def counted(self) -> TierCounts:
+        """Return a copy of the counts, which threads of the carrier go on writing."""
+        with self._lock:
+            counts = self.counts
+            errors, bad = Counter(counts.num_errors), Counter(counts.num_bad)
+            return replace(counts, num_errors=errors, num_bad=bad)
 
     def find(self, names: Sequence[Name], deadline: Deadline) -> int:
         """Count how many of these records, from the first one on, are probably there."""
@@ -201,6 +222,7 @@ class GuardedTier:
             self.counts.num_stored += count
             self.counts.stored_bytes += sum(len(record) for record in records[:count])
             self.counts.num_stores_dropped += len(names) - count
+        self._usage = self._usage_now()
         return count
 
     def drop(self, names: Sequence[Name], deadline: Deadline) -> bool:
@@ -210,14 +232,42 @@ class GuardedTier:
         except TierError as error:
             self._failed("drop", error, self._writes)
             return False
+        self._usage = self._usage_now()
         return True
 
-    def usage(self) -> TierUsage:
-        """Return what the tier holds, or nothing where it cannot say."""
+    @property
+    def may_clear(self) -> bool:
+        """Whether the tier can find all records of its namespace, to forget them."""
+        return isinstance(self._tier, ClearableTier)
+
+    def clear(self, deadline: Deadline) -> str | None:
+        """Have the tier forget all records of its namespace. Return why it has not, or None.
+
+        One that has not is suspect: what was to be forgotten may be found there.
+        """
+        assert isinstance(self._tier, ClearableTier)
+        self._is_stale = True
         try:
-            return self._tier.usage()
-        except TierError:
-            return TierUsage()
+            self._tier.clear(deadline)
+        except TierError as error:
+            self._failed("clear", error, self._writes)
+            return str(error)
+        self._is_stale = False
+        self._usage = self._usage_now()
+        return None
+
+    @property
+    def tells_evictions(self) -> bool:
+        """Whether ``take_evicted`` has all that the tier evicts."""
+        return isinstance(self._tier, EvictingTier)
+
+    def take_evicted(self) -> list[Name]:
+        """Return the records that the tier has evicted since the last call, if it tells them."""
+        return self._tier.take_evicted() if isinstance(self._tier, EvictingTier) else []
+
+    def usage(self) -> TierUsage:
+        """Return what the tier held after the last store or drop, without asking it."""
+        return self._usage
 
     def close(self) -> None:
         """Give back what this process holds of the tier."""
@@ -225,8 +275,18 @@ class GuardedTier:
             self._tier.close()
         except TierError as error:
             log.warning("tier %s: %s", self.name, error)
+        traits = self._tier.traits
+        if not (traits.is_persistent or traits.is_shared):
+            self._usage = replace(self._usage, num_records=0, used_bytes=0)
 
-    def _failed(self, call: str, error: TierError, breaker: Breaker) -> None:
+    def _usage_now(self) -> TierUsage:
+        try:
+            return self._tier.usage()
+        except Exception:  # of a tier of another package: what it holds is not known
+            log.debug("tier %s does not say what it holds", self.name, exc_info=True)
+            return TierUsage()
+
+    def _failed(self, call: TierCall, error: TierError, breaker: Breaker) -> None:
         with self._lock:
             self.counts.num_errors[call] += 1
         breaker.note_failure(error)

@@ -11,6 +11,7 @@ is being copied is held, and neither evicted nor given back until the copy ends.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
@@ -34,6 +35,8 @@ from quire.units import align_up, ceil_div, format_bytes, parse_bytes
 _PIECES = 8  # of the largest record
 _LINE_BYTES = 64  # pieces begin at a cache line
 _FEWEST_PLACES = 1024  # of the table of names
+_CLEARED_AT_ONCE = 1024  # records, while other threads wait
+_MOST_EVICTED = 2**16  # names that wait to be taken
 _LOAD = 2 / 3  # of that table, at most
 _NONE = -1
 
@@ -93,6 +96,7 @@ class HostMemoryTier:
         self._first_pieces = np.empty(num_pieces, np.int32).data
         self._queues = TwoQueues(num_pieces, self._count_pieces)
         self._evicted_names = EvictedNames(ceil_div(num_pieces, needed))
+        self._evicted: deque[Name] | None = None  # None: nothing has asked for them yet
         self._held: dict[int, int] = {}  # by how many copies
         self._gone: set[int] = set()  # held, and no longer found
         self._lock, self._clock, self._is_open = threading.Lock(), clock, True
@@ -173,6 +177,18 @@ class HostMemoryTier:
                 if record is not None:
                     self._forget(record)
 
+    def clear(self, deadline: Deadline) -> None:
+        with self._guarded(deadline):
+            names = [self._names.name(record) for record in self._names.records()]
+        for start in range(0, len(names), _CLEARED_AT_ONCE):
+            deadline.check("kv_tier=memory: clear")
+            self.drop(names[start : start + _CLEARED_AT_ONCE], deadline)
+
+    def take_evicted(self) -> list[Name]:
+        with self._lock:
+            evicted, self._evicted = self._evicted, deque(maxlen=_MOST_EVICTED)
+        return list(evicted or ())
+
     def usage(self) -> TierUsage:
         with self._lock:
             self._require_open()
@@ -229,7 +245,10 @@ class HostMemoryTier:
             oldest = self._queues.oldest(self._held)
             if oldest is None:
                 return None
-            self._evicted_names.add(self._names.name(oldest))
+            name = self._names.name(oldest)
+            self._evicted_names.add(name)
+            if self._evicted is not None:
+                self._evicted.append(name)
             self._forget(oldest)
         record = self._new_number()
         self._first_pieces[record] = self._take_pieces(count)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _REQUESTS = 16  # side by side
 _MOST_REQUESTS = 256
+_LISTED = 1000  # objects that are deleted at once
 _RETRIES = 2  # of a request; obstore's own are 10, in three minutes
 _REQUEST_S = timedelta(seconds=10)  # after which a late one gives its thread back
 
@@ -156,6 +157,17 @@ class ObjectTier:
         self._calls.count(
             len(names), lambda i: partial(forget, self._path(names[i])), lambda *_: True, deadline
         )
+
+    def clear(self, deadline: Deadline) -> None:
+        from obstore import delete
+        from obstore import list as list_objects
+
+        def forget_all() -> None:
+            for several in list_objects(self._store, self._folder, chunk_size=_LISTED):
+                deadline.check(f"{self._label}: clear")
+                delete(self._store, [each["path"] for each in several])
+
+        self._calls.count(1, lambda _: forget_all, lambda *_: True, deadline)
 
     def usage(self) -> TierUsage:
         self._calls.require_open()

@@ -23,7 +23,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, final, get_args
 
 import numpy as np
 from xxhash import xxh3_128_digest
@@ -51,6 +51,7 @@ _IS_NAME = re.compile(rb"[A-Za-z0-9_ ]+")  # of a dtype or an order
 
 # Why a record is no use. The words are labels of a metric.
 BadReason: TypeAlias = Literal["size", "magic", "version", "fingerprint", "header", "checksum"]
+BAD_REASONS: tuple[BadReason, ...] = get_args(BadReason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -215,8 +215,11 @@ class RecordFolder:
 
     @property
     def used_bytes(self) -> int | None:
-        """Return what records take on the disk, as of the last store; None: there was none."""
-        return self._used_bytes if self.is_counted else None
+        """Return what records take on the disk, as of the last store, or as the folder says.
+
+        None: neither is there.
+        """
+        return self._used_bytes if self.is_counted else _count_told_by(self.path)
 
     def now_s(self) -> float:
         """Return the seconds since 1970, by the clock of the files' times."""
@@ -325,18 +328,29 @@ class RecordFolder:
 
         Returns: the records and bytes that were removed. Raises: TierError.
         """
-        gone = list[RecordFile]()
+        removed = self.remove_records(namespace, deadline)
         folder = self.path / namespace
         for shard in range(NUM_SHARDS):
-            with self._counted(deadline):
-                gone += self._remove(list(list_records(self.path, namespace, shard)), deadline)
-                with suppress(OSError):
-                    os.rmdir(folder / f"{shard:02x}")
+            with suppress(OSError):
+                os.rmdir(folder / f"{shard:02x}")
         with suppress(OSError):
             os.unlink(folder / NAMESPACE_FILE)
         with suppress(OSError):
             os.rmdir(folder)
-        return len(gone), sum(each.num_bytes for each in gone)
+        return removed
+
+    def remove_records(self, namespace: str, deadline: Deadline) -> tuple[int, int]:
+        """Remove the records of a namespace, which may be in use.
+
+        Returns: the records and bytes that were removed. Raises: TierError.
+        """
+        num_records = num_bytes = 0
+        for shard in range(NUM_SHARDS):
+            with self._counted(deadline):
+                gone = self._remove(list(list_records(self.path, namespace, shard)), deadline)
+            num_records += len(gone)
+            num_bytes += sum(each.num_bytes for each in gone)
+        return num_records, num_bytes
 
     def _room(self, written: int) -> int:
         room = self._free_disk_bytes() + written - self._reserve_bytes
@@ -511,12 +525,10 @@ class RecordFolder:
 
     def _read_count(self, deadline: Deadline) -> int:
         """Read the count. Where there is none, what some shards hold says how much it is."""
-        data = os.pread(self._usage_file, _USAGE.size + 1, 0)
-        if len(data) == _USAGE.size:
-            magic, count = _USAGE.unpack(data)
-            if magic == _USAGE_MAGIC:
-                return int(count)
-        return self._look_at(NUM_SHARDS, deadline, _LOOK_RECORDS).estimated_bytes
+        count = _count_in(os.pread(self._usage_file, _USAGE.size + 1, 0))
+        if count is None:
+            return self._look_at(NUM_SHARDS, deadline, _LOOK_RECORDS).estimated_bytes
+        return count
 
     def _write_count(self, count: int) -> None:
         self._used_bytes = max(0, count)
@@ -535,6 +547,23 @@ class _Look:
     def estimated_bytes(self) -> int:
         """What all shards hold, over which names spread evenly: right within some percent."""
         return self.num_bytes * NUM_SHARDS // max(1, self.num_shards)
+
+
+def _count_in(data: bytes) -> int | None:
+    magic, count = _USAGE.unpack(data) if len(data) == _USAGE.size else (b"", 0)
+    return int(count) if magic == _USAGE_MAGIC else None
+
+
+def _count_told_by(path: Path) -> int | None:
+    """Read a folder's count of bytes without waiting for a process that holds it."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with suppress(OSError):
+        descriptor = os.open(path / _USAGE_FILE, flags)
+        try:
+            return _count_in(os.pread(descriptor, _USAGE.size + 1, 0))
+        finally:
+            os.close(descriptor)
+    return None
 
 
 def _rename(tmp: str, path: str) -> int:

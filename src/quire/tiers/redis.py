@@ -16,7 +16,15 @@ from quire.errors import ConfigError
 from quire.tiers.address import TierAddress, parse_age
 from quire.tiers.redis_server import MEANINGS, ConnectionPool, RedisServer
 from quire.tiers.resp import ConnectionLost, RespConnection, ServerRefused
-from quire.tiers.tier import Deadline, Name, TierError, TierFull, TierTraits, TierUsage
+from quire.tiers.tier import (
+    NAME_BYTES,
+    Deadline,
+    Name,
+    TierError,
+    TierFull,
+    TierTraits,
+    TierUsage,
+)
 from quire.units import format_bytes
 
 T = TypeVar("T")
@@ -25,6 +33,8 @@ _CONNECTIONS = 4
 _MOST_CONNECTIONS = 64
 _LARGEST_VALUE_BYTES = 512 * 2**20  # proto-max-bulk-len
 _NAMES_AT_ONCE = 128  # of one pipeline without values
+_SCANNED = 1000  # keys that the server looks at before it serves others
+_FIRST_PAGE = b"0"  # of all keys; it follows the last one, too
 
 # Values under way. More is slower: what the server has begun to answer falls out of its caches.
 _IN_FLIGHT_BYTES = 4 * 2**20
@@ -126,6 +136,24 @@ class RedisTier:
                 connection.read(deadline)
 
         self._with_connection(unlink, deadline)
+
+    def clear(self, deadline: Deadline) -> None:
+        longest = len(self._prefix) + 2 * NAME_BYTES
+
+        def unlink_all(connection: RespConnection) -> None:
+            cursor = _FIRST_PAGE
+            while True:
+                scan = (b"SCAN", cursor, b"MATCH", self._prefix + b"*", b"COUNT", b"%d" % _SCANNED)
+                connection.ask(*scan, deadline=deadline)
+                cursor, keys = connection.read_page(longest, deadline)
+                for start in range(0, len(keys), _NAMES_AT_ONCE):
+                    several = keys[start : start + _NAMES_AT_ONCE]
+                    connection.ask(b"UNLINK", *several, deadline=deadline)
+                    connection.read(deadline)
+                if cursor == _FIRST_PAGE:
+                    return
+
+        self._with_connection(unlink_all, deadline)
 
     def usage(self) -> TierUsage:
         self._pool.require_open()

@@ -18,6 +18,7 @@ _MOST_DIGITS = 19  # of i64
 _INBOX_BYTES = 4096  # lines, and the beginning of a value, which is copied from here
 _COPIED_BYTES = 8192  # a longer word is sent from where it lies
 _SHOWN_CHARACTERS = 120  # of an error's text
+_MOST_KEYS = 2**16  # of a page
 
 Reply: TypeAlias = int | bytes  # a number, or the text of a status
 
@@ -111,7 +112,35 @@ class RespConnection:
         self._num_due -= 1
         return num_bytes == len(buffer)
 
+    def read_page(self, longest: int, deadline: Deadline) -> tuple[bytes, list[bytes]]:
+        """Read the reply to a request for a page of keys: where the next one begins, and the keys.
+
+        ``longest``: bytes of a key. Raises: as ``read``.
+        """
+        if self._first_line(deadline) != b"*2":
+            raise self._broken("a reply that is no page of keys")
+        cursor = self._word(_MOST_DIGITS + 1, deadline)  # a number of 64 bits without a sign
+        num_keys = self._size(b"*", _MOST_KEYS, deadline)
+        keys = [self._word(longest, deadline) for _ in range(num_keys)]
+        self._num_due -= 1
+        return cursor, keys
+
     # -- replies -----------------------------------------------------------------------------------
+
+    def _word(self, longest: int, deadline: Deadline) -> bytes:
+        word = bytearray(self._size(b"$", longest, deadline))
+        self._fill(memoryview(word), deadline)
+        if self._line(deadline):
+            raise self._broken("a word that is longer than was announced")
+        return bytes(word)
+
+    def _size(self, kind: bytes, most: int, deadline: Deadline) -> int:
+        """Read how many bytes, or words, follow."""
+        line = self._line(deadline)
+        size = self._number(line[1:]) if line[:1] == kind else -1
+        if not 0 <= size <= most:
+            raise self._broken(f"{line[:_MOST_DIGITS]!r} for at most {most:,}")
+        return size
 
     def _first_line(self, deadline: Deadline) -> bytes:
         self._flush(deadline)

@@ -119,3 +119,21 @@ class DescribedTier(Protocol):
     def describe(self, description: bytes) -> None:
         """Keep a namespace's description, a JSON object, beside its records. Raises: TierError."""
         ...
+
+
+@runtime_checkable
+class ClearableTier(Protocol):
+    """What a tier does besides that can find all records of its namespace."""
+
+    def clear(self, deadline: Deadline) -> None:
+        """Forget all records of the namespace, and no other. Raises: TierError if some are left."""
+        ...
+
+
+@runtime_checkable
+class EvictingTier(Protocol):
+    """What a tier does besides that tells which records it has evicted for others."""
+
+    def take_evicted(self) -> list[Name]:
+        """Return what was evicted since the last call, the first of which is the beginning."""
+        ...

@@ -4,7 +4,7 @@ Most records are stored and never asked for, so a single queue by last use lets 
 that are. Records wait in one of two queues: *new* until they are used, *used* from then on. The
 older of the new ones go while new ones hold more than their share; else the least recently used
 one goes. A record that comes back soon after it went was used, so names that went are remembered
-for a while as tags of 16 bits. On traffic that was recorded this finds up to 1.5 times what a
+for a while as tags of 16 bits. On traffic that was recorded this finds up to 1.4 times what a
 single queue does, and nowhere much less (benchmarks/tiers).
 
 Within a round of some seconds, what comes later counts as older: a chain of blocks is moved from

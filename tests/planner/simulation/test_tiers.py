@@ -46,13 +46,13 @@ def test_what_the_pool_has_forgotten_comes_from_a_tier() -> None:
     assert totals is not None
     # The last turns find all full blocks but the one of the last token.
     assert totals.hit_tokens == found.prefix_hit_tokens == 12 * 144
-    assert totals.hit_tokens_of(0) == totals.hit_tokens
     assert totals.stored_blocks == 60
     assert (totals.num_late, totals.wasted_tokens) == (0, 0)
     assert totals.saved_s > 0
     (tier,) = totals.tiers
     assert tier.num_records == 60
-    assert tier.hit_bytes == tier.read_bytes > 12 * 9 * BLOCK_BYTES
+    assert tier.hit_tokens == totals.hit_tokens
+    assert tier.read_bytes > 12 * 9 * BLOCK_BYTES
     assert found.latencies["ttft_s"]["mean"] < without.latencies["ttft_s"]["mean"]
 
 
@@ -65,7 +65,7 @@ def test_a_small_tier_evicts_and_a_larger_one_behind_it_has_the_rest() -> None:
     assert small.tiers.tiers[0].num_evicted > 0
     assert small.tiers.tiers[0].used_bytes <= 700 * 1024
     assert small.tiers.hit_tokens < both.tiers.hit_tokens == 12 * 144
-    assert both.tiers.hit_tokens_of(1) > 0
+    assert both.tiers.tiers[1].hit_tokens > 0
 
 
 def test_a_slow_tier_is_not_waited_for() -> None:
@@ -96,8 +96,9 @@ def test_windows_and_several_tiers_are_the_same_each_time() -> None:
     first, again = (run(fleet, in_turn(gap_s=0.05)).to_json() for _ in range(2))
     assert first == again
     assert first["tiers"]["hit_tokens"] > 0
-    assert sum(tier["hit_tokens"] for tier in first["tiers"]["tiers"]) == pytest.approx(
-        first["tiers"]["hit_tokens"], abs=2
+    assert (
+        sum(tier["hit_tokens"] for tier in first["tiers"]["tiers"])
+        == (first["tiers"]["hit_tokens"])
     )
 
 

@@ -13,16 +13,18 @@ and as far as the share of time allows that steps may lose to it.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeAlias, final
 
 from quire.engine.scheduling.step_costs import Clock, Costs
 from quire.engine.sequence import Sequence
+from quire.engine.statistics import Histogram
 from quire.kv import Accounting
 from quire.kv.interface import ExternalBlocks
 from quire.kv.prefix_cache import PrefixHit, TokenIds
-from quire.kv.prefix_index import NO_BLOCK, BlockIdentity, PrefixKeys
+from quire.kv.prefix_index import NO_BLOCK, BlockEvent, BlockIdentity, Medium, PrefixKeys
 from quire.spec import Group, KeptWhole
 
 _Outcome: TypeAlias = Literal["inserted", "no room", "lost"]
@@ -38,7 +40,7 @@ _BLOCKS_AT_ONCE = 4  # that are inserted beside steps, between two looks at the 
 _MOST_REMEMBERED = 2**17  # blocks, by 8 bytes of their names
 _MOST_QUEUED = 2**16  # blocks that may go out
 _LIKELY = 0.5  # how often a block is asked for again that was computed or found twice
-_MOST_ASKS = 8  # of a sequence, where what it had found is evicted or staging memory is full
+_MOST_ASKS = 8  # of a sequence that get it no further than before
 _PIN_ID = -2  # of the sequence that brings blocks and never runs
 
 # -- what moves ----------------------------------------------------------------------------------
@@ -54,7 +56,7 @@ class LoadJob:
     first: int  # blocks of these that were cached when it began
     blocks: list[BlockIdentity]  # the others
     deadline_s: float  # on the engine's clock: a sequence waits no longer
-    lacking: list[BlockIdentity] = field(default_factory=list)  # which no tier has
+    lacking: list[BlockIdentity] = field(default_factory=list)  # which no tier has, or a bad one
     end: int = 0  # blocks that can be inserted: from ``first`` to this one
     is_cut: bool = False  # there was more, and no room for it in staging memory
     is_done: bool = False
@@ -115,6 +117,29 @@ class BlockCarrier(Protocol):
         """Let go of a cache's memory; another one follows, or none."""
         ...
 
+    def note_inserted(self, job: LoadJob, end: int) -> None:
+        """Note that blocks of a job are in the cache now: from ``job.first`` to before ``end``."""
+        ...
+
+    def report(self) -> "tuple[TierReport, ...]":
+        """Return what each tier holds and has done, the nearest first. Any thread may ask."""
+        ...
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return which copies tiers have kept or lost since the last call, if events are wanted."""
+        ...
+
+    def trust(self, name: str | None) -> None:
+        """Load from a tier again that gave bad records, or from each (None)."""
+        ...
+
+    def clear(self) -> "Future[Mapping[str, str]]":
+        """Have tiers forget all of this engine's namespace, and load nothing until they have.
+
+        Returns: a future of why one has not, by the tier's name.
+        """
+        ...
+
     @property
     def load_s_per_block(self) -> float:
         """Return the seconds that loading a block has taken lately; 0: it is not known."""
@@ -153,6 +178,41 @@ class OffloadCounts:
     dropped_blocks: int = 0  # that were to go out, and were evicted first or found no room
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierReport:
+    """What one tier holds and has done, at a moment. Counts are since the engine was made."""
+
+    name: str
+    medium: Medium  # CPU: this process's memory; STORAGE: anything else
+    is_shared: bool  # other machines or users may write into it
+    is_persistent: bool
+    state: Literal["ok", "suspect", "broken"]
+    may_clear: bool  # it can forget a whole namespace
+    num_records: int | None  # None: the tier does not say
+    used_bytes: int | None
+    capacity_bytes: int | None  # None: it has no limit of its own
+    hit_tokens: int  # that it had, and that were inserted
+    num_loaded: int  # records that were right
+    loaded_bytes: int
+    load_s: float
+    num_stored: int
+    stored_bytes: int
+    store_s: float
+    num_dropped: int  # records that it did not take
+    num_errors: Mapping[str, int]  # by call
+    num_bad: Mapping[str, int]  # records, by what was wrong
+    promotion_s: Histogram  # from the question for a prompt's blocks to the last one checked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadReport:
+    """What an engine's tiers hold and have done, at a moment."""
+
+    tiers: tuple[TierReport, ...]  # the nearest first
+    counts: OffloadCounts
+    why_off: str | None  # they are used no longer; None: they are
+
+
 @final
 class OffloadPolicy:
     """Decides for one engine. Its calls are made between two steps, by the engine's thread."""
@@ -173,11 +233,13 @@ class OffloadPolicy:
         self._jobs: dict[int, LoadJob] = {}  # by the sequence that waits for it
         self._late: list[LoadJob] = []  # under way, and no sequence waits
         self._asks_left: dict[int, int] = {}  # of waiting sequences that have asked
+        self._furthest: dict[int, int] = {}  # blocks that they have got, where there were more
         self._queue: deque[tuple[int, bool]] = deque(maxlen=_MOST_QUEUED)  # node, was asked for
         # Blocks seen, by name: the groups of which there is a record, as bits.
         self._remembered: dict[bytes, int] = {}
         self._recurring = _Share()
         self._is_off = self._is_closed = False
+        self._why_off: str | None = None
         self._is_same_model = is_same_model
         self.use(accounting)
 
@@ -202,7 +264,8 @@ class OffloadPolicy:
         if job is not None:
             if job.lacks_room:  # as the sequence itself does, or it goes on with less
                 return False
-            if self._clock() < job.deadline_s:
+            # What has come is inserted soon, which takes less than computing it.
+            if self._clock() < job.deadline_s or (job.is_done and job.end > job.first):
                 return True
             self._give_up(job)
             return False
@@ -213,6 +276,7 @@ class OffloadPolicy:
     def forget(self, sequence: Sequence) -> None:
         """Note that a sequence waits no longer: it runs, or it has ended."""
         self._asks_left.pop(sequence.seq_id, None)
+        self._furthest.pop(sequence.seq_id, None)
         job = self._jobs.get(sequence.seq_id)
         if job is not None:
             self._give_up(job)
@@ -240,7 +304,10 @@ class OffloadPolicy:
             if job.end > job.first and not self._insert(job, settle, stop_s):
                 continue
             del self._jobs[job.seq_id]
-            if not (job.is_cut or job.is_lost):
+            if job.is_cut and job.end > self._furthest.get(job.seq_id, 0):
+                self._furthest[job.seq_id] = job.end
+                self._asks_left[job.seq_id] += 1  # that was no ask in vain
+            elif not (job.is_cut or job.is_lost):
                 self._asks_left[job.seq_id] = 0
             self._carrier.release(job)
             if stop_s is not None and self._clock() >= stop_s:
@@ -319,6 +386,7 @@ class OffloadPolicy:
                 break
         tokens = (done - job.first) * size
         self.counts.hit_tokens += tokens
+        self._carrier.note_inserted(job, done)
         spent_s = self._clock() - begun_s
         recompute_s = self._costs.recompute_s(tokens)
         if tokens and recompute_s < float("inf"):
@@ -410,13 +478,42 @@ class OffloadPolicy:
         if self._is_off:
             return
         log.warning("no block is stored in tiers or loaded from them any more: %s", reason)
-        self._is_off = True
+        self._is_off, self._why_off = True, reason
+        self._let_jobs_bring_nothing()
+        self._queue.clear()
+        self._blocks.index.filled = None
+
+    def report(self) -> OffloadReport:
+        """Return what tiers hold and have done. Any thread may ask, at any moment."""
+        return OffloadReport(
+            tiers=self._carrier.report(), counts=replace(self.counts), why_off=self._why_off
+        )
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return which copies tiers have kept or lost since the last call, if events are wanted."""
+        return self._carrier.take_events()
+
+    def trust(self, name: str | None) -> None:
+        """Load from a tier again that gave bad records, or from each (None). Any thread may ask."""
+        self._carrier.trust(name)
+
+    def clear(self) -> "Future[Mapping[str, str]]":
+        """Have tiers forget all that this engine's namespace has in them. Its cache is empty.
+
+        Returns: a future of why one has not, by the tier's name.
+        """
+        self._let_jobs_bring_nothing()
+        self._queue.clear()
+        if self._blocks.index.filled:
+            self._blocks.index.filled.clear()
+        self._remembered.clear()
+        return self._carrier.clear()
+
+    def _let_jobs_bring_nothing(self) -> None:
         for job in [*self._jobs.values(), *self._late]:
             job.is_wrong = True
             if not job.is_given_up:
                 self._give_up(job)
-        self._queue.clear()
-        self._blocks.index.filled = None
 
     def store_when_idle(self, store: Callable[[], bool]) -> None:
         """Have ``store`` called while no step is run: it calls this one's ``store``.

@@ -23,7 +23,7 @@ class TierFigures:
     used_bytes: int  # at the end
     read_bytes: int
     written_bytes: int
-    hit_bytes: int  # of records that were inserted into the cache
+    hit_tokens: int  # that were inserted into the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,6 @@ class TierTotals:
     saved_s: float  # of computing, less the copies into the cache
     stored_blocks: int  # copied out
     dropped_blocks: int  # that were to go out, and were evicted first
-
-    def hit_tokens_of(self, number: int) -> int:
-        """Return the hit tokens that came from one of the tiers, by its bytes."""
-        total = sum(tier.hit_bytes for tier in self.tiers)
-        return round(self.hit_tokens * self.tiers[number].hit_bytes / total) if total else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +143,6 @@ class SimulationResult:
             "output_tokens_per_s",
         ):
             plain[name] = getattr(self, name)
-        if self.tiers is not None:
-            for number, tier in enumerate(plain["tiers"]["tiers"]):
-                tier["hit_tokens"] = self.tiers.hit_tokens_of(number)
         return plain
 
     def _a_second(self, count: int) -> float:

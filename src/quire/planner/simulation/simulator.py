@@ -242,7 +242,7 @@ def _tier_totals(fleet: Fleet, replicas: Sequence[Replica]) -> TierTotals | None
                 used_bytes=sum(each.records.used_bytes for each in several),
                 read_bytes=sum(each.loaded_bytes for each in several),
                 written_bytes=sum(each.stored_bytes for each in several),
-                hit_bytes=sum(each.hit_bytes for each in several),
+                hit_tokens=sum(each.hit_tokens for each in several),
             )
         )
 

@@ -10,13 +10,14 @@ several servers share the network and the disk of a shared tier.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
 from typing import TypeAlias, final
 
-from quire.engine.scheduling.offload_policy import LoadJob, columns_read
-from quire.kv.prefix_index import BlockIdentity
+from quire.engine.scheduling.offload_policy import LoadJob, TierReport, columns_read
+from quire.kv.prefix_index import BlockEvent, BlockIdentity
 from quire.planner.kept_records import KeptRecords
 from quire.planner.planned_tiers import PlannedTier
 from quire.planner.simulation.cost_model import StepCosts
@@ -40,7 +41,7 @@ class VirtualTier:
         self.planned = planned
         self.records: KeptRecords = planned.make_records()
         self.loaded_bytes = self.stored_bytes = 0
-        self.hit_bytes = 0  # of records that were inserted into the cache
+        self.hit_tokens = 0  # that it had, and that were inserted into the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class VirtualCarrier:
         self._catch_up()
         if self._free_bytes < self._column_bytes + self._end_bytes:
             return False
-        self._loader.tasks.append((self._clock.now_s, (job, wait_s)))
+        self._loader.tasks.append((self._clock.now_s, (job, self._clock.now_s + wait_s)))
         return True
 
     def loaded(self) -> list[LoadJob]:
@@ -135,11 +136,7 @@ class VirtualCarrier:
         return done
 
     def fill(self, group: int, blocks: list[int], payloads: list[object]) -> None:
-        size = self._sizes[group]
-        for payload in payloads:
-            assert isinstance(payload, _Record)
-            self.tiers[payload.tier].hit_bytes += size
-        self._clock.now_s += len(blocks) * size * self._costs.load_s_per_byte
+        self._clock.now_s += len(blocks) * self._sizes[group] * self._costs.load_s_per_byte
 
     def release(self, job: LoadJob) -> None:
         self._storer.tasks.append((self._clock.now_s, job))
@@ -186,6 +183,33 @@ class VirtualCarrier:
 
     def restart(self) -> None:
         """Do nothing: no memory of a cache is held."""
+
+    def note_inserted(self, job: LoadJob, end: int) -> None:
+        tier = None
+        for column in range(end - 1, job.first - 1, -1):
+            # A column without a record of its own was brought by what lies behind it: a state.
+            records = (job.payloads.get((group, column)) for group in range(len(self._groups)))
+            tier = next((each.tier for each in records if isinstance(each, _Record)), tier)
+            if tier is not None:
+                self.tiers[tier].hit_tokens += self._block_size
+
+    def report(self) -> tuple[TierReport, ...]:
+        """Return nothing: a simulation reads ``tiers`` itself."""
+        return ()
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return nothing: no router listens."""
+        return []
+
+    def trust(self, name: str | None) -> None:
+        """Do nothing: no record here is bad."""
+
+    def clear(self) -> "Future[Mapping[str, str]]":
+        for tier in self.tiers:
+            tier.records = tier.planned.make_records()
+        done = Future[Mapping[str, str]]()
+        done.set_result({})
+        return done
 
     def close(self) -> None:
         self.send()
@@ -245,7 +269,7 @@ class VirtualCarrier:
 
     # -- loading -----------------------------------------------------------------------------------
 
-    def _load_one(self, job: LoadJob, wait_s: float, now_s: float) -> float:
+    def _load_one(self, job: LoadJob, deadline_s: float, now_s: float) -> float:
         """Find the longest run that tiers have, and what of it comes in time. Return the seconds.
 
         As much is loaded as staging memory holds.
@@ -264,7 +288,7 @@ class VirtualCarrier:
             end, trailing, more_s = self._last_end(job, end)
             seconds += more_s
         wanted = [*trailing, *(each for column in run[: end - job.first] for each in column)]
-        good, seconds = self._in_time(wanted, seconds, wait_s)
+        good, seconds = self._in_time(wanted, seconds, max(0.0, deadline_s - now_s))
         for record in good:
             size = self._sizes[record.group]
             self._staged_bytes += size

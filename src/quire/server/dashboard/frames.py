@@ -96,6 +96,17 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     recomputed: int = 0  # tokens
 
 
+class TierFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tier holds, as in ``TierReport``. None: it does not say."""
+
+    name: str
+    state: Literal["ok", "suspect", "broken"]
+    records: int | None
+    used: int | None  # bytes
+    capacity: int | None  # bytes
+    hits: int  # prompt tokens that it had, so far
+
+
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
     """The cache between two steps."""
 
@@ -108,3 +119,4 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     counters: Counters | None  # of all sequences, so None for a tenant
     elastic: str  # why the ceiling is where it is, if anything was decided
     others_percent: int | None = None  # share of the capacity that other tenants' sequences hold
+    tiers: tuple[TierFrame, ...] = ()  # the nearest first; none for a tenant, since all share them

@@ -26,6 +26,7 @@ from quire.server.dashboard.frames import (
     Memory,
     SequenceFrame,
     State,
+    TierFrame,
 )
 from quire.spec import Group, LayerSpec
 from quire.units import ceil_div
@@ -287,7 +288,7 @@ def _all_of(
         capacity=elastic.capacity_bytes,
     )
     whole = _frame(llm, sequences, shown, list(parts), memory)
-    return replace(whole, counters=_counters(llm), elastic=elastic.reason)
+    return replace(whole, counters=_counters(llm), elastic=elastic.reason, tiers=_tiers(llm))
 
 
 def _own_of(
@@ -371,6 +372,21 @@ def _counters(llm: LLM) -> Counters:
         generated=counted.num_generation_tokens,
         preemptions=counted.num_preemptions,
         recomputed=counted.num_recomputed_tokens,
+    )
+
+
+def _tiers(llm: LLM) -> tuple[TierFrame, ...]:
+    report = llm.tiers
+    return tuple(
+        TierFrame(
+            name=tier.name,
+            state=tier.state,
+            records=tier.num_records,
+            used=tier.used_bytes,
+            capacity=tier.capacity_bytes,
+            hits=tier.hit_tokens,
+        )
+        for tier in (() if report is None else report.tiers)
     )
 
 

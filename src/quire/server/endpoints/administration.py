@@ -13,6 +13,8 @@ from msgspec import field
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from quire.errors import RequestError
+from quire.kv.prefix_index import Medium
 from quire.server.api_keys import Access
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.openapi import document
@@ -21,6 +23,7 @@ from quire.server.routes import Endpoint, Operation
 from quire.server.schemas.request_fields import refuse_unknown_model
 from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import while_connected
+from quire.tiers import TierError
 
 # -- requests and answers --------------------------------------------------------------------------
 
@@ -61,6 +64,31 @@ class Sleeping(msgspec.Struct, kw_only=True):
 
 class ServerLoad(msgspec.Struct, kw_only=True):
     server_load: int
+
+
+class TierStatus(msgspec.Struct, kw_only=True):
+    """One tier, the fields of ``TierReport`` that an operator acts on."""
+
+    name: str
+    medium: Medium
+    state: Literal["ok", "suspect", "broken"]
+    is_shared: bool
+    is_persistent: bool
+    num_records: int | None  # None, here and below: the tier does not say
+    used_bytes: int | None
+    capacity_bytes: int | None
+    hit_tokens: int
+    num_loaded: int
+    num_stored: int
+    num_dropped: int
+    num_errors: dict[str, int]  # by call
+    num_bad: dict[str, int]  # by reason
+
+
+class TierList(msgspec.Struct, kw_only=True):
+    kind: Literal["list"] = field(default="list", name="object")
+    data: list[TierStatus]
+    why_off: str | None  # they are used no longer
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -138,12 +166,26 @@ def _card(context: RequestContext, name: str) -> ModelCard:
 
 
 async def reset_prefix_cache(context: RequestContext) -> Response:
-    """Forget cached prefixes; with reset_running_requests=true, while some requests run.
+    """Forget cached prefixes; with reset_external=true, what tiers have of this model, too.
 
-    Raises: Refused (409) while sequences hold them.
+    With reset_running_requests=true also while some requests run, which compute them again.
+
+    Raises: Refused (409) while sequences hold them, (400) where tiers cannot forget, (503) where
+    one has not.
     """
     running = context.one_of("reset_running_requests", ("false", "true")) == "true"
-    if not await context.service.llm.reset_prefix_cache(reset_running_requests=running):
+    external = context.one_of("reset_external", ("false", "true")) == "true"
+    llm = context.service.llm
+    if external:
+        try:
+            llm.llm.check_reset_external()
+        except RequestError as error:
+            raise Refused(400, str(error), param="reset_external") from None
+    try:
+        done = await llm.reset_prefix_cache(running, external)
+    except TierError as error:
+        raise Refused(503, str(error), param="reset_external") from None
+    if not done:
         raise Refused(
             409,
             "sequences hold what is cached: wait for their ends, or let them compute it again "
@@ -178,6 +220,50 @@ async def wake_up(context: RequestContext) -> Response:
 async def is_sleeping(context: RequestContext) -> Json[Sleeping]:
     """Return whether the server sleeps and refuses requests."""
     return as_json(context, Sleeping(is_sleeping=context.service.llm.llm.is_sleeping))
+
+
+async def tiers(context: RequestContext) -> Json[TierList]:
+    """Return what each tier holds and has done, the nearest first."""
+    return as_json(context, _tiers(context))
+
+
+async def trust_tiers(context: RequestContext) -> Json[TierList]:
+    """Load from tiers again that gave bad records: from each, or from tier=NAME.
+
+    Raises: Refused (404) without tiers, and for a name that none of them has.
+    """
+    name = context.http.query_params.get("tier")
+    try:
+        context.service.llm.trust_tiers(name)
+    except RequestError as error:
+        raise Refused(404, str(error), param="tier") from None
+    return as_json(context, _tiers(context))
+
+
+def _tiers(context: RequestContext) -> TierList:
+    report = context.service.llm.tiers
+    if report is None:
+        return TierList(data=[], why_off=None)
+    several = [
+        TierStatus(
+            name=tier.name,
+            medium=tier.medium,
+            state=tier.state,
+            is_shared=tier.is_shared,
+            is_persistent=tier.is_persistent,
+            num_records=tier.num_records,
+            used_bytes=tier.used_bytes,
+            capacity_bytes=tier.capacity_bytes,
+            hit_tokens=tier.hit_tokens,
+            num_loaded=tier.num_loaded,
+            num_stored=tier.num_stored,
+            num_dropped=tier.num_dropped,
+            num_errors=dict(tier.num_errors),
+            num_bad=dict(tier.num_bad),
+        )
+        for tier in report.tiers
+    ]
+    return TierList(data=several, why_off=report.why_off)
 
 
 async def load(context: RequestContext) -> Json[ServerLoad]:

@@ -1,6 +1,11 @@
 """Every metric that is exported."""
 
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from quire.engine.scheduling.offload_policy import OffloadReport, TierReport
 from quire.server.metrics.family import (
+    Figures,
     MetricFamily,
     MetricReading,
     counter,
@@ -8,7 +13,51 @@ from quire.server.metrics.family import (
     gauge,
     gauges,
     histogram,
+    histograms,
 )
+
+T = TypeVar("T")
+
+# -- figures of tiers ------------------------------------------------------------------------------
+
+_TIER_STATES = ("ok", "suspect", "broken")
+
+
+def _by_tier(figure: Callable[[TierReport], T | None]) -> Callable[[MetricReading], dict[str, T]]:
+    """Return a figure of each tier; None: the tier does not say."""
+
+    def read(reading: MetricReading) -> dict[str, T]:
+        tiers = () if reading.tiers is None else reading.tiers.tiers
+        found = {tier.name: figure(tier) for tier in tiers}
+        return {name: value for name, value in found.items() if value is not None}
+
+    return read
+
+
+def _by_tier_and(
+    figures: Callable[[TierReport], Mapping[str, float]],
+) -> Callable[[MetricReading], Figures]:
+    """Return figures of each tier, by one label more."""
+
+    def read(reading: MetricReading) -> Figures:
+        tiers = () if reading.tiers is None else reading.tiers.tiers
+        return {
+            (tier.name, label): value for tier in tiers for label, value in figures(tier).items()
+        }
+
+    return read
+
+
+def _of_all_tiers(
+    figure: Callable[[OffloadReport], float],
+) -> Callable[[MetricReading], Figures]:
+    """Return a figure of all tiers together, and none without tiers."""
+
+    def read(reading: MetricReading) -> Figures:
+        return {} if reading.tiers is None else {(): figure(reading.tiers)}
+
+    return read
+
 
 # -- counters --------------------------------------------------------------------------------------
 
@@ -24,6 +73,13 @@ def _event_batches(reading: MetricReading) -> dict[str, float]:
     if events is None:  # there are none
         return {}
     return {"published": events.num_published, "dropped": events.num_dropped}
+
+
+def _outgoing_blocks(reading: MetricReading) -> dict[str, float]:
+    if reading.tiers is None:
+        return {}
+    counts = reading.tiers.counts
+    return {"copied": counts.stored_blocks, "dropped": counts.dropped_blocks}
 
 
 COUNTERS = (
@@ -136,6 +192,99 @@ COUNTERS = (
         "bytes",
         "KV memory that was given back to the machine.",
         lambda r: r.elastic.returned_bytes,
+    ),
+    counter(
+        "vllm:external_prefix_cache_queries_total",
+        "tokens",
+        "Prompt tokens that tiers were asked for, once for each prompt: whole blocks behind the "
+        "prefix hit.",
+        lambda r: 0 if r.tiers is None else r.tiers.counts.queried_tokens,
+    ),
+    counter(
+        "vllm:external_prefix_cache_hits_total",
+        "tokens",
+        "Prompt tokens that tiers had in time, and that were brought into the prefix cache.",
+        lambda r: 0 if r.tiers is None else r.tiers.counts.hit_tokens,
+    ),
+    counters(
+        "quire:tier_hit_tokens_total",
+        "tokens",
+        "tier",
+        "The same by the tier that had them.",
+        _by_tier(lambda tier: tier.hit_tokens),
+    ),
+    counters(
+        "vllm:kv_offload_tiering_read_bytes_total",
+        "bytes",
+        "tier",
+        "Bytes of records that were loaded and are right.",
+        _by_tier(lambda tier: tier.loaded_bytes),
+    ),
+    counters(
+        "vllm:kv_offload_tiering_read_time_total",
+        "seconds",
+        "tier",
+        "Time that loading records took, beside steps.",
+        _by_tier(lambda tier: tier.load_s),
+    ),
+    counters(
+        "vllm:kv_offload_tiering_write_bytes_total",
+        "bytes",
+        "tier",
+        "Bytes of records that the tier has taken.",
+        _by_tier(lambda tier: tier.stored_bytes),
+    ),
+    counters(
+        "vllm:kv_offload_tiering_write_time_total",
+        "seconds",
+        "tier",
+        "Time that storing records took, beside steps.",
+        _by_tier(lambda tier: tier.store_s),
+    ),
+    counters(
+        "vllm:kv_offload_tiering_backpressure_stores_dropped_total",
+        "records",
+        "tier",
+        "Records that a full, slow or broken tier did not take.",
+        _by_tier(lambda tier: tier.num_dropped),
+    ),
+    MetricFamily(
+        name="quire:tier_bad_records_total",
+        kind="counter",
+        unit="records",
+        meaning="Records that were not what was stored, by what was wrong with them. None of their "
+        "bytes was used.",
+        labels=("tier", "reason"),
+        read=_by_tier_and(lambda tier: tier.num_bad),
+    ),
+    MetricFamily(
+        name="quire:tier_errors_total",
+        kind="counter",
+        unit="calls",
+        meaning="Calls that a tier did not answer in time, or at all.",
+        labels=("tier", "call"),
+        read=_by_tier_and(lambda tier: tier.num_errors),
+    ),
+    counters(
+        "quire:tier_blocks_total",
+        "blocks",
+        "outcome",
+        "Blocks that were to be stored: copied out, or dropped since they were evicted first.",
+        _outgoing_blocks,
+    ),
+    MetricFamily(
+        name="quire:tier_wasted_tokens_total",
+        kind="counter",
+        unit="tokens",
+        meaning="Tokens that were loaded and not used, since the request waited no longer.",
+        read=_of_all_tiers(lambda tiers: tiers.counts.wasted_tokens),
+    ),
+    MetricFamily(
+        name="quire:tier_late_loads_total",
+        kind="counter",
+        unit="loads",
+        meaning="Loads that a request did not wait for: computing was quicker, or it ended.",
+        read=_of_all_tiers(lambda tiers: tiers.counts.num_late),
     ),
     counters(
         "quire:kv_event_batches_total",
@@ -279,6 +428,46 @@ GAUGES = (
         "Entries of preempted requests that are kept in swap space.",
         lambda r: r.swap_used_bytes,
     ),
+    MetricFamily(
+        name="quire:tier_state",
+        kind="gauge",
+        unit="1",
+        meaning="1 for the state: ok; broken, its last call failed, and it is asked again later; "
+        "suspect, nothing is loaded from it until it is trusted again (POST /tiers/trust).",
+        labels=("tier", "state"),
+        read=_by_tier_and(
+            lambda tier: {state: float(tier.state == state) for state in _TIER_STATES}
+        ),
+    ),
+    gauges(
+        "quire:tier_records",
+        "records",
+        "tier",
+        "Records that a tier holds. One that does not say has no sample, here and below.",
+        _by_tier(lambda tier: tier.num_records),
+    ),
+    gauges(
+        "quire:tier_used_bytes",
+        "bytes",
+        "tier",
+        "Bytes that a tier holds, after this engine's last store.",
+        _by_tier(lambda tier: tier.used_bytes),
+    ),
+    gauges(
+        "quire:tier_capacity_bytes",
+        "bytes",
+        "tier",
+        "Bytes that a tier may hold.",
+        _by_tier(lambda tier: tier.capacity_bytes),
+    ),
+    MetricFamily(
+        name="quire:tier_saved_seconds",
+        kind="gauge",
+        unit="seconds",
+        meaning="Computing that blocks from tiers have spared, less the time that steps lost to "
+        "them; below 0, tiers cost more than they spare.",
+        read=_of_all_tiers(lambda tiers: tiers.counts.saved_s),
+    ),
     gauges(
         "vllm:engine_sleep_state",
         "1",
@@ -389,6 +578,14 @@ HISTOGRAMS = (
         "preemptions",
         "Preemptions of requests that have ended.",
         lambda r: r.statistics.request_preemptions,
+    ),
+    histograms(
+        "vllm:kv_offload_tiering_promotion_latency_seconds",
+        "seconds",
+        "tier",
+        "From the question for a prompt's blocks to the last of them checked in memory, for each "
+        "tier that had some.",
+        _by_tier(lambda tier: tier.promotion_s),
     ),
     histogram(
         "vllm:iteration_tokens_total",

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias, get_args
 from quire.engine.elastic import Elasticity
 from quire.engine.event_publisher import EventPublisher
 from quire.engine.llm import LLM
+from quire.engine.scheduling.offload_policy import OffloadReport
 from quire.engine.statistics import Histogram, Statistics
 from quire.kv import Usage
 
@@ -102,6 +103,7 @@ class MetricReading:
     sleep_level: int
     cache_config: Mapping[str, str]
     kv_events: EventPublisher | None
+    tiers: OffloadReport | None
     counts: Counts
 
     @property
@@ -125,6 +127,7 @@ def read(llm: LLM, counts: Counts) -> MetricReading:
         sleep_level=llm.sleep_level,
         cache_config=_cache_config(llm),
         kv_events=llm.kv_events,
+        tiers=llm.tiers,
         counts=counts,
     )
 
@@ -191,7 +194,7 @@ def _each(
     unit: str,
     label: str,
     meaning: str,
-    read: Callable[[MetricReading], Mapping[str, float]],
+    read: Callable[[MetricReading], Mapping[str, float | Histogram]],
 ) -> MetricFamily:
     """Return a metric with a figure for each value of a label."""
 
@@ -204,4 +207,4 @@ def _each(
 
 
 counter, gauge, histogram = (partial(_one, kind) for kind in get_args(Kind))
-counters, gauges = partial(_each, "counter"), partial(_each, "gauge")
+counters, gauges, histograms = (partial(_each, kind) for kind in get_args(Kind))

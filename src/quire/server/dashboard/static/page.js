@@ -206,6 +206,29 @@ function memory() {
   put($("elastic"), frame.elastic ? `The ceiling: ${frame.elastic}.` : "");
 }
 
+// The pool, and each tier. What tiers bring is found in the pool, so it counts in both rows.
+function tiers() {
+  $("tiers").hidden = !frame.tiers.length;
+  if (!frame.tiers.length) return;
+  const { used, cached, ceiling } = frame.memory, known = (value, say) => (value === null ? "–" : say(value));
+  const lines = [["Pool", "ok", "–", `${bytes(used + cached)} of ${bytes(ceiling)}`, number(frame.counters.hits)]];
+  for (const tier of frame.tiers) lines.push([tier.name, tier.state, known(tier.records, number), known(tier.used, bytes) + known(tier.capacity, (most) => ` of ${bytes(most)}`).replace("–", ""), number(tier.hits)]);
+  const body = $("places");
+  while (body.children.length > lines.length) body.lastChild.remove();
+  lines.forEach((line, i) => {
+    let row = body.children[i];
+    if (!row) {
+      const head = document.createElement("th");
+      row = document.createElement("tr");
+      head.scope = "row";
+      row.append(head, cellOf("state", ""), cellOf("num", ""), cellOf("num", ""), cellOf("num", ""));
+      body.append(row);
+    }
+    row.dataset.state = line[1];
+    line.forEach((text, j) => put(row.children[j], text));
+  });
+}
+
 const WINDOW_S = 5;
 const chartOf = (title, format, top) => new Chart($("charts"), { title, format, top });
 const charts = {
@@ -286,6 +309,7 @@ function draw() {
   put($("scale"), `A cell is ${unit}: ${bytes(own.cell_bytes)} in ${own.label}.${own.in_rows ? " A row is one sequence’s addresses." : ""}${cells.each > 1 ? ` Each cell of the picture stands for ${cells.each} of ${number(cells.num_cells)}.` : ""}`);
   $("picture").setAttribute("aria-label", `${several(cells.states.length, "cell")} of memory, ${own.label}`);
   memory();
+  tiers();
   legend();
   rows();
 }

@@ -1,0 +1,128 @@
+"""A guarded tier: what it counts and says, and what it lets through, whatever the tier does."""
+
+import threading
+
+import pytest
+
+from quire.tiers import Deadline, TierError, TierTraits, TierUsage
+from quire.tiers.guard import GuardedTier
+from quire.tiers.host_memory import HostMemoryTier
+from tiers.faulty import FaultyTier
+from tiers.records import chain_of_blocks, right_record, small_format
+
+FORMAT = small_format()
+
+
+def guarded(tier: object = None) -> GuardedTier:
+    own = HostMemoryTier(16 * FORMAT.num_bytes, FORMAT.num_bytes) if tier is None else tier
+    return GuardedTier("attic:", own, [FORMAT])  # type: ignore[arg-type]
+
+
+def soon() -> Deadline:
+    return Deadline.after(10)
+
+
+def stored(tier: GuardedTier, count: int = 4) -> list[bytes]:
+    names, records = zip(
+        *(right_record(FORMAT, block) for block in chain_of_blocks(count)), strict=True
+    )
+    assert tier.store(names, [memoryview(record) for record in records], soon()) == count
+    return list(names)
+
+
+def test_a_suspect_tier_is_loaded_from_again_once_it_is_trusted() -> None:
+    tier = guarded()
+    names = stored(tier)
+    for name in names[:2]:
+        assert tier.state == "ok"
+        tier.note_bad(name, "checksum")
+    assert tier.state == "suspect"
+    assert tier.find(names[2:], soon()) == 0
+    tier.trust()
+    assert tier.state == "ok"
+    assert tier.find(names[2:], soon()) == 2
+    counted = tier.counted()
+    assert counted.num_bad == {"checksum": 2}
+    tier.note_bad(names[2], "size")
+    assert counted.num_bad == {"checksum": 2}, "a copy goes on"
+
+
+def test_a_tier_that_did_not_forget_all_is_not_loaded_from_until_it_has() -> None:
+    class Slow:
+        """A tier whose clearing takes longer than there is time."""
+
+        traits = HostMemoryTier.traits
+
+        def __init__(self) -> None:
+            self.own, self.fails = HostMemoryTier(16 * FORMAT.num_bytes, FORMAT.num_bytes), True
+            self.find, self.load, self.store = self.own.find, self.own.load, self.own.store
+            self.drop, self.usage, self.close = self.own.drop, self.own.usage, self.own.close
+
+        def clear(self, deadline: Deadline) -> None:
+            if self.fails:
+                raise TierError("attic: out of time")
+            self.own.clear(deadline)
+
+    own = Slow()
+    tier = guarded(own)
+    names = stored(tier)
+    assert tier.may_clear
+    assert tier.clear(soon()) == "attic: out of time"
+    assert (tier.state, tier.find(names, soon())) == ("suspect", 0)
+    assert tier.counted().num_errors == {"clear": 1}
+    own.fails = False
+    assert tier.clear(soon()) is None
+    assert tier.state in ("ok", "broken")  # after the error, nothing is stored for a second
+    assert tier.find(names, soon()) == 0
+    assert tier.usage().num_records == 0
+    assert not guarded(FaultyTier(own.own)).may_clear
+
+
+def test_what_a_tier_holds_is_known_without_asking_it() -> None:
+    """Not even one that hangs, or that raises what no tier may raise."""
+
+    class Away:
+        traits = TierTraits(is_shared=True, is_persistent=True)
+        entered, go_on = threading.Event(), threading.Event()
+
+        def usage(self) -> TierUsage:
+            raise ValueError("no such attribute")
+
+        def store(self, *_: object) -> int:
+            self.entered.set()
+            assert self.go_on.wait(10)
+            return 1
+
+    tier, away = guarded(Away()), Away
+    assert tier.usage() == TierUsage()
+    thread = threading.Thread(target=tier.store, args=([bytes(32)], [memoryview(b"")], soon()))
+    thread.start()
+    assert away.entered.wait(10)
+    assert tier.usage() == TierUsage()
+    assert (tier.state, tier.counted().num_stored) == ("ok", 0)
+    away.go_on.set()
+    thread.join()
+    assert tier.counted().num_stored == 1
+
+
+def test_memory_is_given_back_at_the_end_and_what_persists_is_told_as_it_was() -> None:
+    tier = guarded()
+    stored(tier)
+    before = tier.usage()
+    assert before.num_records == 4
+    assert before.used_bytes
+    tier.close()
+    after = tier.usage()
+    assert (after.num_records, after.used_bytes) == (0, 0)
+    assert after.capacity_bytes == before.capacity_bytes
+
+
+@pytest.mark.parametrize("fault", ["error", "full", "hang"])
+def test_what_is_not_taken_is_counted(fault: str) -> None:
+    own = HostMemoryTier(16 * FORMAT.num_bytes, FORMAT.num_bytes)
+    tier = guarded(FaultyTier(own, script={0: fault}))
+    name, record = right_record(FORMAT, chain_of_blocks(1)[0])
+    assert tier.store([name], [memoryview(record)], Deadline.after(0.05)) == 0
+    counted = tier.counted()
+    assert (counted.num_stores_dropped, counted.num_errors) == (1, {"store": 1})
+    assert tier.state == "broken"
