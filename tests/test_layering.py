@@ -55,7 +55,7 @@ MAY_IMPORT = {
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.detokenizer engine.kv_sizing engine.kv_cache"
     " engine.sampling engine.structured",
-    "planner": "errors units traces config spec memory kv sampling_params"
+    "planner": "errors units traces config spec memory kv tiers sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.kv_sizing figures",
     "chat": "errors units sampling_params",

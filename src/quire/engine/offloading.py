@@ -22,7 +22,7 @@ import numpy.typing as npt
 from quire.config import EngineConfig
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_fingerprint import kv_fingerprint
-from quire.engine.kv_sizing import staging_bytes
+from quire.engine.kv_sizing import require_blocks, staging_bytes
 from quire.engine.scheduling.offload_policy import (
     LoadJob,
     OffloadPolicy,
@@ -298,7 +298,7 @@ class ThreadedCarrier:
         self._done: deque[LoadJob] = deque()
         self._came = threading.Condition()
         self._outgoing: list[_Outgoing] = []
-        self._to_load: SimpleQueue[tuple[LoadJob, float] | None] = SimpleQueue()
+        self._to_load: SimpleQueue[tuple[LoadJob, Deadline] | None] = SimpleQueue()
         self._to_store: SimpleQueue[_Task | None] = SimpleQueue()
         self._events: list[BlockEvent] | None = [] if keeps_events else None
         # Of a tier that tells what it evicts, by name: the event that a copy is gone.
@@ -336,7 +336,7 @@ class ThreadedCarrier:
             return False
         if not any(tier.may_load for tier in self.tiers):
             return False
-        self._to_load.put((job, wait_s))
+        self._to_load.put((job, Deadline.after(wait_s)))
         return True
 
     def loaded(self) -> list[LoadJob]:
@@ -485,11 +485,11 @@ class ThreadedCarrier:
         while (task := self._to_load.get()) is not None:
             self._load(*task)
 
-    def _load(self, job: LoadJob, wait_s: float) -> None:
+    def _load(self, job: LoadJob, deadline: Deadline) -> None:
         job.end = job.first
         try:
             if not job.is_given_up and self._stop_s is None:
-                self._load_one(job, Deadline.after(wait_s))
+                self._load_one(job, deadline)
         except Exception:  # of a tier of another package: the job ends all the same
             log.exception("blocks cannot be loaded from tiers")
             job.end = job.first
@@ -802,7 +802,12 @@ def make_offloading(
     """
     if not config.tiers:
         return None
-    _require_blocks(config, loaded, kv)
+    require_blocks(
+        config,
+        loaded.name,
+        source_tokens=loaded.spec.source_tokens,
+        has_blocks=isinstance(kv.accounting, ExternalBlocks) and isinstance(kv.storage, BlockBytes),
+    )
     key = None if config.kv_tier_key is None else _read_key(config.kv_tier_key)
     try:
         fingerprint = kv_fingerprint(loaded, config, kv.accounting.groups)
@@ -866,26 +871,6 @@ def make_offloading(
         # Weights that only the engine has are never changed under it.
         is_same_model=(lambda: True) if loaded.is_private else is_same_model,
     )
-
-
-def _require_blocks(config: EngineConfig, loaded: LoadedModel, kv: KVCache) -> None:
-    """Raise ConfigError where no block of the cache can be named, or lies in several processes."""
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"kv_tier needs tensor_parallel_size=1, and it is {config.tensor_parallel_size}: each "
-            f"rank has a part of every block, and only whole blocks are stored"
-        )
-    if loaded.spec.source_tokens:
-        raise ConfigError(
-            f"kv_tier cannot be used with {loaded.name}: what an encoder-decoder writes depends "
-            f"on its source, which names no block"
-        )
-    if not config.enable_prefix_caching:
-        raise ConfigError("kv_tier needs enable_prefix_caching: blocks from tiers are found by it")
-    if not (isinstance(kv.accounting, ExternalBlocks) and isinstance(kv.storage, BlockBytes)):
-        raise ConfigError(
-            f"kv_tier needs blocks, and cache={config.cache} has none here: use cache=paged"
-        )
 
 
 def _read_key(path: str) -> bytes:

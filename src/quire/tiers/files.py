@@ -39,7 +39,7 @@ from quire.tiers.tier import (
 from quire.tiers.two_queues import EvictedNames
 from quire.units import ceil_div, format_bytes, parse_bytes
 
-_SIZE_BYTES = 10 * 2**30  # without an option
+DEFAULT_SIZE_BYTES = 10 * 2**30  # without an option
 _MOST_RESERVE_BYTES = 10 * 2**30  # … of the disk, kept free …
 _RESERVE_SHARE = 0.05  # … but no more than this
 _STEP_NS = 1000  # a difference that every file system keeps
@@ -57,7 +57,7 @@ def make_file_tier(address: TierAddress, largest_bytes: int, namespace: str) -> 
     address.require_known("size", "age", "reserve")
     if address.url.netloc not in ("", "localhost") or not address.url.path:
         raise ConfigError(f"kv_tier={address}: needs a folder of this machine: file:PATH")
-    size_bytes = address.option("size", parse_bytes, _SIZE_BYTES)
+    size_bytes = address.option("size", parse_bytes, DEFAULT_SIZE_BYTES)
     path = Path(unquote(address.url.path)).absolute()
     tier = FileTier(
         path,

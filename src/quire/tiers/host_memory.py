@@ -54,6 +54,11 @@ def make_memory_tier(address: TierAddress, largest_bytes: int, namespace: str) -
     return HostMemoryTier(address.option("size", parse_bytes, 0), largest_bytes)
 
 
+def piece_bytes(largest_bytes: int) -> int:
+    """Return the bytes of a piece, of which a record takes whole ones, for the largest record."""
+    return align_up(ceil_div(largest_bytes, _PIECES), _LINE_BYTES)
+
+
 @final
 class HostMemoryTier:
     """Keeps records in the memory of this process."""
@@ -67,7 +72,7 @@ class HostMemoryTier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises: ConfigError if not even one record fits, or the system has no such addresses."""
-        self._piece_bytes = align_up(ceil_div(largest_bytes, _PIECES), _LINE_BYTES)
+        self._piece_bytes = piece_bytes(largest_bytes)
         num_pieces = size_bytes // self._piece_bytes
         needed = ceil_div(largest_bytes, self._piece_bytes)
         if num_pieces < needed:

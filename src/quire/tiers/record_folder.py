@@ -47,7 +47,7 @@ _USAGE_MAGIC = b"QUIRE\0US"
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(r"[0-9a-f]{64}")
-_DISK_BLOCK_BYTES = 4096  # a file takes whole ones
+DISK_BLOCK_BYTES = 4096  # a file takes whole ones
 _LOOK_RECORDS = 4096  # that a search for the oldest ones sees at least: some 30 ms
 _LOOK_SHARE = 0.05  # of the bytes seen, which may go beyond what is needed
 _SLACK_SHARE = 0.02  # of the size, which goes beyond what is needed: to look less often
@@ -595,7 +595,7 @@ def _remove_left_behind(path: str) -> None:
 
 
 def _on_disk(num_bytes: int) -> int:
-    return align_up(num_bytes, _DISK_BLOCK_BYTES)
+    return align_up(num_bytes, DISK_BLOCK_BYTES)
 
 
 def _sum_on_disk(records: list[RecordFile]) -> int:

@@ -40,7 +40,7 @@ _BLOCKS_AT_ONCE = 4  # that are inserted beside steps, between two looks at the 
 _MOST_REMEMBERED = 2**17  # blocks, by 8 bytes of their names
 _MOST_QUEUED = 2**16  # blocks that may go out
 _LIKELY = 0.5  # how often a block is asked for again that was computed or found twice
-_MOST_ASKS = 8  # of a sequence, where what it had found is evicted or staging memory is full
+_MOST_ASKS = 8  # of a sequence that get it no further than before
 _PIN_ID = -2  # of the sequence that brings blocks and never runs
 
 # -- what moves ----------------------------------------------------------------------------------
@@ -233,6 +233,7 @@ class OffloadPolicy:
         self._jobs: dict[int, LoadJob] = {}  # by the sequence that waits for it
         self._late: list[LoadJob] = []  # under way, and no sequence waits
         self._asks_left: dict[int, int] = {}  # of waiting sequences that have asked
+        self._furthest: dict[int, int] = {}  # blocks that they have got, where there were more
         self._queue: deque[tuple[int, bool]] = deque(maxlen=_MOST_QUEUED)  # node, was asked for
         # Blocks seen, by name: the groups of which there is a record, as bits.
         self._remembered: dict[bytes, int] = {}
@@ -263,7 +264,8 @@ class OffloadPolicy:
         if job is not None:
             if job.lacks_room:  # as the sequence itself does, or it goes on with less
                 return False
-            if self._clock() < job.deadline_s:
+            # What has come is inserted soon, which takes less than computing it.
+            if self._clock() < job.deadline_s or (job.is_done and job.end > job.first):
                 return True
             self._give_up(job)
             return False
@@ -274,6 +276,7 @@ class OffloadPolicy:
     def forget(self, sequence: Sequence) -> None:
         """Note that a sequence waits no longer: it runs, or it has ended."""
         self._asks_left.pop(sequence.seq_id, None)
+        self._furthest.pop(sequence.seq_id, None)
         job = self._jobs.get(sequence.seq_id)
         if job is not None:
             self._give_up(job)
@@ -301,7 +304,10 @@ class OffloadPolicy:
             if job.end > job.first and not self._insert(job, settle, stop_s):
                 continue
             del self._jobs[job.seq_id]
-            if not (job.is_cut or job.is_lost):
+            if job.is_cut and job.end > self._furthest.get(job.seq_id, 0):
+                self._furthest[job.seq_id] = job.end
+                self._asks_left[job.seq_id] += 1  # that was no ask in vain
+            elif not (job.is_cut or job.is_lost):
                 self._asks_left[job.seq_id] = 0
             self._carrier.release(job)
             if stop_s is not None and self._clock() >= stop_s:

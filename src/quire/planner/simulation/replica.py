@@ -11,6 +11,7 @@ import numpy as np
 
 from quire.engine.core import Engine
 from quire.engine.scheduler import Scheduler
+from quire.engine.scheduling.offload_policy import OffloadCounts
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestTooLong
@@ -23,6 +24,7 @@ from quire.planner.simulation.simulated_engine import (
     prompt_of,
 )
 from quire.planner.simulation.timeline import State, Timeline
+from quire.planner.simulation.virtual_carrier import VirtualCarrier
 from quire.planner.simulation.waste import Waste
 from quire.sampling_params import SamplingParams
 from quire.traces import TraceRequest
@@ -183,8 +185,8 @@ class Replica:
     """An engine on a virtual clock, with the requests that have arrived at it.
 
     ``ended`` receives each sequence that has ended. ``by_steps`` turns strides off. ``waste``
-    samples fragmentation. At one moment a step ends first, then requests arrive, then the next step
-    begins.
+    samples fragmentation. ``carrier`` is that of the engine's tiers, if it has some. At one moment
+    a step ends first, then requests arrive, then the next step begins.
     """
 
     def __init__(
@@ -197,6 +199,7 @@ class Replica:
         ended: Callable[[Sequence], None],
         by_steps: bool = False,
         waste: Waste | None = None,
+        carrier: VirtualCarrier | None = None,
     ) -> None:
         self.engine, self.cache = engine, cache
         self.scheduler = engine.scheduler
@@ -205,7 +208,9 @@ class Replica:
         self.num_steps = 0
         self._clock, self._costs = clock, costs
         self._ended, self._by_steps, self.waste = ended, by_steps, waste
-        self._may_stride = Reach(cache.accounting.groups).is_full
+        self.carrier = carrier
+        # Blocks go to tiers and come from them beside single steps.
+        self._may_stride = Reach(cache.accounting.groups).is_full and carrier is None
         self._coming: deque[tuple[TraceRequest, int]] = deque()
         self._params: dict[int, SamplingParams] = {}  # by max_tokens, since their checks take time
         # FCFS admits only the first requests, so the others wait outside the scheduler, in the
@@ -233,11 +238,18 @@ class Replica:
     def add(self, request: TraceRequest, number: int) -> None:
         """Add the ``number``-th request of the trace, which has arrived by now."""
         if self.is_idle and request.at_s > self.now_s:
+            self._store_until(request.at_s)
             self.timeline.jump(request.at_s)
             self._clock.wait_until(request.at_s)
             if self.waste is not None:
                 self.waste.skip(request.at_s)
         self._coming.append((request, number))
+
+    @property
+    def offload_counts(self) -> OffloadCounts:
+        """Return what became of blocks outside the pool; all 0 without tiers."""
+        offload = self.scheduler.offload
+        return OffloadCounts() if offload is None else offload.counts
 
     def num_cached_tokens(self, request: TraceRequest, number: int) -> int:
         """Return how many tokens of its prompt the prefix cache has."""
@@ -273,6 +285,12 @@ class Replica:
             if self.waste is not None:
                 longest = min(came[0].request.max_tokens, self.scheduler.limits.max_model_len)
                 self.waste.came(came[0].seq_id, longest - 1)
+
+    def _store_until(self, moment_s: float) -> None:
+        """Let an idle engine copy out the blocks that its steps had no time for."""
+        while self.now_s < moment_s and not self.engine.store_blocks():
+            assert self.carrier is not None, "blocks that go nowhere"
+            self.carrier.wait_for_room(moment_s - self.now_s)
 
     def _request(self, request: TraceRequest, number: int) -> Request:
         max_tokens = max(1, request.output_tokens)

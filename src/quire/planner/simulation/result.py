@@ -10,6 +10,37 @@ from quire.planner.simulation.timeline import FIGURES, TimelinePoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierFigures:
+    """What one tier did: a sum over all replicas, unless they share it."""
+
+    name: str
+    kind: str
+    capacity_bytes: int | None  # of each replica's; None: no limit
+    speed: str
+    speed_source: str
+    num_records: int  # at the end
+    num_evicted: int
+    used_bytes: int  # at the end
+    read_bytes: int
+    written_bytes: int
+    hit_tokens: int  # that were inserted into the cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierTotals:
+    """What became of blocks outside the pool. Sums over all replicas."""
+
+    tiers: tuple[TierFigures, ...]  # the nearest first
+    queried_tokens: int  # of prompts, that tiers were asked for
+    hit_tokens: int  # … that were inserted into the cache
+    num_late: int  # loads that a sequence did not wait for
+    wasted_tokens: int  # loaded, and not inserted
+    saved_s: float  # of computing, less the copies into the cache
+    stored_blocks: int  # copied out
+    dropped_blocks: int  # that were to go out, and were evicted first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
     """Figures of one fleet on one trace. Counts are sums over all replicas."""
 
@@ -54,6 +85,7 @@ class SimulationResult:
     latencies: dict[str, dict[str, float]]
     goals: dict[str, float | None]
     num_good: int  # requests that met all goals
+    tiers: TierTotals | None = None  # None: there are none
 
     timelines: tuple[tuple[TimelinePoint, ...], ...]  # of each replica
 

@@ -9,6 +9,7 @@ from typing import final
 
 from quire.engine.core import Engine
 from quire.engine.scheduler import Scheduler, SchedulerLimits
+from quire.engine.scheduling.offload_policy import BlockCarrier, OffloadPolicy, WritePolicy
 from quire.engine.scheduling.step_costs import Costs, Prices
 from quire.engine.scheduling.swap_space import SwapSpace, num_bytes, readable_tokens
 from quire.engine.sequence import Sequence
@@ -191,16 +192,24 @@ def virtual_engine(
     clock: VirtualClock,
     *,
     swap_bytes: int = 0,
+    carrier: BlockCarrier | None = None,
+    write: WritePolicy = "auto",
 ) -> tuple[Engine, VirtualCache]:
-    """Make an engine around an accounting, and the cache that counts its copies."""
+    """Make an engine around an accounting, and the cache that counts its copies.
+
+    ``carrier``: to and from tiers; ``write``: which blocks go there.
+    """
     cache = VirtualCache(accounting, costs, clock)
     known = Costs(
         bytes_per_token=sum(group.bytes_per_token for group in accounting.groups),
         prices=prices_of(costs, limits.max_num_batched_tokens),
     )
     known.save_s_per_byte, known.load_s_per_byte = costs.save_s_per_byte, costs.load_s_per_byte
+    offload = None
+    if carrier is not None:
+        offload = OffloadPolicy(carrier, accounting, known, clock, write=write)
     engine = Engine(
-        Scheduler(accounting, limits, swap=SwapSpace(swap_bytes), costs=known),
+        Scheduler(accounting, limits, swap=SwapSpace(swap_bytes), costs=known, offload=offload),
         cache,
         VirtualRunner(Reach(accounting.groups), costs, clock),
         ForeseenTokens(),

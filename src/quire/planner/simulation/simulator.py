@@ -10,15 +10,29 @@ from dataclasses import asdict, dataclass
 from math import inf
 
 from quire.config import EngineConfig
-from quire.engine.kv_sizing import kv_needs, ledger_for, stored_spec
+from quire.engine.kv_sizing import kv_needs, ledger_for, staging_bytes, stored_spec
 from quire.engine.scheduler import SchedulerLimits
+from quire.engine.scheduling.offload_policy import WritePolicy
 from quire.engine.sequence import Sequence as EngineSequence
 from quire.kv import CacheConfig, build_accounting
 from quire.planner.capacity import PlanTarget, rank_footprint, sizes_of
+from quire.planner.planned_tiers import (
+    PlannedTier,
+    TierTable,
+    planned_tiers,
+    require_tier_blocks,
+)
 from quire.planner.simulation.cost_model import StepCosts
 from quire.planner.simulation.replica import ROUTES, Replica
-from quire.planner.simulation.result import Goals, LatencyTally, SimulationResult
+from quire.planner.simulation.result import (
+    Goals,
+    LatencyTally,
+    SimulationResult,
+    TierFigures,
+    TierTotals,
+)
 from quire.planner.simulation.simulated_engine import VirtualClock, virtual_engine
+from quire.planner.simulation.virtual_carrier import VirtualCarrier, VirtualTier
 from quire.planner.simulation.waste import Waste
 from quire.planner.subject import Subject
 from quire.spec import ModelSpec
@@ -38,6 +52,9 @@ class Fleet:
     swap_bytes: int = 0
     num_replicas: int = 1
     routing: str = "round-robin"
+    tiers: tuple[PlannedTier, ...] = ()  # the nearest first
+    tier_write: WritePolicy = "auto"
+    is_on_host: bool = True  # storing in tiers takes processor time from the steps
 
 
 def make_replica(
@@ -46,18 +63,46 @@ def make_replica(
     *,
     by_steps: bool = False,
     looks_at_waste: bool = False,
+    tiers: Sequence[VirtualTier] = (),
 ) -> Replica:
-    """Make an idle replica of a fleet. Raises: ConfigError for an unknown strategy."""
+    """Make an idle replica of a fleet, with these tiers. Raises: ConfigError.
+
+    An unknown strategy is an error, and tiers for one without blocks.
+    """
     clock = VirtualClock()
+    accounting = build_accounting(fleet.cache, fleet.spec, fleet.sizes)
+    carrier = None
+    if tiers:
+        block_size = accounting.block_size(0)
+        carrier = VirtualCarrier(
+            accounting.groups,
+            block_size,
+            tiers,
+            fleet.costs,
+            clock,
+            staging_bytes=staging_bytes(accounting.groups, block_size),
+            shares_processor=fleet.is_on_host,
+        )
     engine, cache = virtual_engine(
-        build_accounting(fleet.cache, fleet.spec, fleet.sizes),
+        accounting,
         fleet.limits,
         fleet.costs,
         clock,
         swap_bytes=fleet.swap_bytes,
+        carrier=carrier,
+        write=fleet.tier_write,
     )
     waste = Waste(cache.accounting) if looks_at_waste else None
-    return Replica(engine, cache, clock, fleet.costs, ended=ended, by_steps=by_steps, waste=waste)
+    return Replica(
+        engine,
+        cache,
+        clock,
+        fleet.costs,
+        ended=ended,
+        by_steps=by_steps,
+        waste=waste,
+        carrier=carrier,
+    )
 
 
 def simulate(
@@ -85,8 +130,15 @@ def simulate(
 
         return note
 
+    shared = {n: VirtualTier(tier) for n, tier in enumerate(fleet.tiers) if tier.is_shared}
     replicas = [
-        make_replica(fleet, listener(place), by_steps=by_steps, looks_at_waste=looks_at_waste)
+        make_replica(
+            fleet,
+            listener(place),
+            by_steps=by_steps,
+            looks_at_waste=looks_at_waste,
+            tiers=[shared.get(n) or VirtualTier(tier) for n, tier in enumerate(fleet.tiers)],
+        )
         for place in range(fleet.num_replicas)
     ]
     num_requests = _replay(trace, replicas, fleet.routing)
@@ -163,7 +215,49 @@ def _result(
         latencies=tally.figures(),
         goals=asdict(goals),
         num_good=tally.num_good,
+        tiers=_tier_totals(fleet, replicas),
         timelines=tuple(tuple(line.points) for line in lines),
+    )
+
+
+def _tier_totals(fleet: Fleet, replicas: Sequence[Replica]) -> TierTotals | None:
+    """Add up what all replicas did with their tiers; None if there are none."""
+    carriers = [each.carrier for each in replicas if each.carrier is not None]
+    if not carriers:
+        return None
+    counts = [each.offload_counts for each in replicas]
+    hit_tokens = sum(each.hit_tokens for each in counts)
+    figures = []
+    for number, planned in enumerate(fleet.tiers):
+        several = {id(each.tiers[number]): each.tiers[number] for each in carriers}.values()
+        figures.append(
+            TierFigures(
+                name=planned.name,
+                kind=planned.kind,
+                capacity_bytes=planned.capacity_bytes,
+                speed=str(planned.speed),
+                speed_source=planned.speed.source,
+                num_records=sum(each.records.num_records for each in several),
+                num_evicted=sum(each.records.num_evicted for each in several),
+                used_bytes=sum(each.records.used_bytes for each in several),
+                read_bytes=sum(each.loaded_bytes for each in several),
+                written_bytes=sum(each.stored_bytes for each in several),
+                hit_tokens=sum(each.hit_tokens for each in several),
+            )
+        )
+
+    def total(name: str) -> int:
+        return sum(getattr(each, name) for each in counts)
+
+    return TierTotals(
+        tiers=tuple(figures),
+        queried_tokens=total("queried_tokens"),
+        hit_tokens=hit_tokens,
+        num_late=total("num_late"),
+        wasted_tokens=total("wasted_tokens"),
+        saved_s=sum(each.saved_s for each in counts),
+        stored_blocks=total("stored_blocks"),
+        dropped_blocks=total("dropped_blocks"),
     )
 
 
@@ -183,19 +277,31 @@ def fleet_for(
     num_replicas: int = 1,
     routing: str = "round-robin",
     num_ranks: int = 1,
+    tier_table: TierTable | None = None,
 ) -> Fleet:
     """Make a fleet of a model on a machine, with caches of the size that an engine would choose.
 
     A replica has ``num_ranks`` devices. One of them is accounted, since all hold the same tokens.
 
-    Raises: ConfigError with the ledger if the budget leaves no room.
+    Raises: ConfigError with the ledger if the budget leaves no room, or for tiers that the engine
+    would refuse.
     """
     on_rank = rank_spec(subject.spec, num_ranks)
     own = rank_footprint(subject.own, num_ranks)
-    needs = kv_needs(config, subject.name, on_rank, own, place.page_bytes)
+    on_gpu = place.machine.device is not None
+    needs = kv_needs(config, subject.name, on_rank, own, place.page_bytes, on_gpu=on_gpu)
     sizes = sizes_of(config, on_rank, place, ledger_for(config, needs, place.machine).require())
+    spec = stored_spec(config, on_rank)
+    accounting = build_accounting(config.cache, spec, sizes)
+    require_tier_blocks(
+        config,
+        subject.name,
+        accounting,
+        num_ranks=num_ranks,
+        source_tokens=subject.spec.source_tokens,
+    )
     return Fleet(
-        spec=stored_spec(config, on_rank),
+        spec=spec,
         cache=config.cache,
         sizes=sizes,
         limits=SchedulerLimits(
@@ -209,4 +315,12 @@ def fleet_for(
         swap_bytes=config.swap_space,
         num_replicas=num_replicas,
         routing=routing,
+        tiers=planned_tiers(
+            config,
+            accounting.groups,
+            block_size=accounting.block_size(0),
+            table=tier_table,
+        ),
+        tier_write=config.kv_tier_write,
+        is_on_host=not on_gpu,
     )

@@ -1,0 +1,267 @@
+"""Tiers on paper: what each holds of a model's blocks, how fast it is, and which record goes first.
+
+An address is the engine's own option; nothing is opened. A tier's size is in its address, or is
+given beside it for a kind whose address has none. Its speed is given, or one of ``TIER_SPEEDS``.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from quire.config import EngineConfig
+from quire.engine.kv_sizing import require_blocks
+from quire.errors import ConfigError
+from quire.kv import Accounting
+from quire.kv.interface import ExternalBlocks
+from quire.planner.kept_records import InTwoQueues, KeptRecords, LastUsed
+from quire.spec import Group, KeptWhole
+from quire.tiers import TierAddress
+from quire.tiers.files import DEFAULT_SIZE_BYTES
+from quire.tiers.host_memory import piece_bytes
+from quire.tiers.record import Checksums, Part, RecordFormat
+from quire.tiers.record_folder import DISK_BLOCK_BYTES
+from quire.units import ceil_div, format_bytes, parse_bytes
+
+# -- speeds ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSpeed:
+    """How fast one server reads and writes a tier."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    call_s: float  # of each call: to find records, or to load or store a batch of them
+    source: str  # where the figures are from
+
+    def __str__(self) -> str:
+        read, write = self.read_bytes_per_s / 1e9, self.write_bytes_per_s / 1e9
+        return f"{read:.3g} GB/s read, {write:.3g} written, {self.call_s * 1e3:.3g} ms a call"
+
+
+def _speed(read: float, write: float, call_ms: float, source: str) -> TierSpeed:
+    return TierSpeed(
+        read_bytes_per_s=read * 1e9,
+        write_bytes_per_s=write * 1e9,
+        call_s=call_ms * 1e-3,
+        source=source,
+    )
+
+
+# Gigabytes (10⁹) a second, and milliseconds a call. docs/concepts/simulator.md has the commands.
+TIER_SPEEDS: Mapping[str, TierSpeed] = MappingProxyType(
+    {
+        "memory": _speed(10.3, 10.3, 0.0, "a copy, measured on two cores of an EPYC"),
+        "file": _speed(0.87, 0.56, 0.1, "a cold file on a virtual disk, measured"),
+        "redis": _speed(2.4, 2.2, 0.5, "Redis 7 over TCP on the same machine, measured"),
+        "rediss": _speed(0.9, 0.9, 0.5, "assumed: TLS on one core"),
+        "mooncake": _speed(5.2, 0.84, 0.1, "one host without RDMA, measured"),
+        "s3": _speed(1.0, 1.0, 20.0, "assumed: a network of 10 Gbit/s"),
+        "gs": _speed(1.0, 1.0, 20.0, "assumed: a network of 10 Gbit/s"),
+        "az": _speed(1.0, 1.0, 20.0, "assumed: a network of 10 Gbit/s"),
+    }
+)
+_FASTEST_GB = 1e6  # a second
+_SLOWEST_CALL_MS = 60e3
+_DIGEST_BYTES = 32  # of a fingerprint, which is not known here
+
+
+def parse_tier_speed(text: str) -> tuple[str, TierSpeed]:
+    """Read ``KIND=READ,WRITE[,LATENCY]``: gigabytes (10⁹ bytes) a second, milliseconds a call.
+
+    Without LATENCY a kind keeps its own, or has none. Raises: ConfigError.
+    """
+    kind, _, numbers = text.partition("=")
+    known = TIER_SPEEDS.get(kind)
+    own_ms = 0.0 if known is None else known.call_s * 1e3
+    try:
+        read, write, call_ms = map(float, [*numbers.split(","), str(own_ms)][:3])
+        is_readable = kind != "" and numbers.count(",") <= 2
+    except ValueError:
+        is_readable = False
+    if not is_readable:
+        raise ConfigError(
+            f"--tier-speed {text!r} is not KIND=READ,WRITE[,LATENCY], gigabytes a second and "
+            f"milliseconds a call: write e.g. file=6,3 or redis=1,1,0.5"
+        )
+    for what, value in (("READ", read), ("WRITE", write)):
+        if not 0 < value <= _FASTEST_GB:
+            raise ConfigError(
+                f"--tier-speed {text!r}: {what} {value:g} must be above 0 GB/s and at most "
+                f"{_FASTEST_GB:,.0f}"
+            )
+    if not 0 <= call_ms <= _SLOWEST_CALL_MS:
+        raise ConfigError(
+            f"--tier-speed {text!r}: LATENCY {call_ms:g} must be from 0 to "
+            f"{_SLOWEST_CALL_MS:,.0f} ms"
+        )
+    return kind, _speed(read, write, call_ms, "--tier-speed")
+
+
+def parse_tier_size(text: str) -> tuple[str, int]:
+    """Read ``KIND=SIZE``, bytes or e.g. ``redis=100GiB``. Raises: ConfigError."""
+    kind, _, size = text.partition("=")
+    if not kind or not size:
+        raise ConfigError(f"--tier-size {text!r} is not KIND=SIZE: write e.g. redis=100GiB")
+    num_bytes = parse_bytes(size)
+    if not 0 < num_bytes < 2**63:
+        raise ConfigError(f"--tier-size {text!r}: {size} must be above 0 and below 8 EiB")
+    return kind, num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierTable:
+    """Speeds and sizes by a tier's kind, for all that an address does not say."""
+
+    speeds: Mapping[str, TierSpeed] = field(default_factory=lambda: TIER_SPEEDS)
+    sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # in bytes
+
+    @classmethod
+    def of(cls, speeds: Iterable[str], sizes: Iterable[str]) -> "TierTable":
+        """Read texts such as ``file=6,3`` and ``redis=100GiB``. Raises: ConfigError."""
+        given = dict(map(parse_tier_speed, speeds))
+        return cls(
+            speeds=MappingProxyType({**TIER_SPEEDS, **given}),
+            sizes=MappingProxyType(dict(map(parse_tier_size, sizes))),
+        )
+
+
+# -- which tiers -----------------------------------------------------------------------------------
+
+_IN_TWO_QUEUES = ("memory", "file")  # others evict by last use, as a server with a maximum does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTier:
+    """A tier that is not there."""
+
+    name: str  # its address, without a password and options
+    kind: str
+    capacity_bytes: int | None  # None: it has no limit of its own
+    unit_bytes: int  # a record takes whole ones
+    record_bytes: tuple[int, ...]  # of each group's blocks, as they lie there
+    speed: TierSpeed
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether all servers see one tier, and not each its own."""
+        return self.kind not in _IN_TWO_QUEUES
+
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes that the records of one block take, of all groups."""
+        units = sum(ceil_div(size, self.unit_bytes) for size in self.record_bytes)
+        return units * self.unit_bytes
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Return how many blocks of all groups it holds; None: it has no limit of its own."""
+        return None if self.capacity_bytes is None else self.capacity_bytes // self.block_bytes
+
+    def make_records(self) -> KeptRecords:
+        """Make what it would keep, empty at first."""
+        if self.capacity_bytes is None or self.kind not in _IN_TWO_QUEUES:
+            return LastUsed(self.capacity_bytes)
+        return InTwoQueues(
+            self.capacity_bytes // self.unit_bytes,
+            unit_bytes=self.unit_bytes,
+            largest_bytes=max(self.record_bytes),
+        )
+
+
+def record_bytes(groups: Iterable[Group], block_size: int) -> tuple[int, ...]:
+    """Return the bytes of a record of each group, with its header.
+
+    The header is that of layers which lie apart; where storage keeps some together it is shorter
+    by up to 72 bytes a layer.
+    """
+    return tuple(
+        RecordFormat(
+            bytes(_DIGEST_BYTES), number, block_size, _parts(group, block_size), Checksums()
+        ).num_bytes
+        for number, group in enumerate(groups)
+    )
+
+
+def _parts(group: Group, block_size: int) -> list[Part]:
+    whole = isinstance(group.spec, KeptWhole)
+    size = group.block_bytes(block_size) // len(group.layers)
+    return [
+        Part(
+            layer=layer,
+            dtype="uint8",
+            order="states" if whole else "tokens",
+            shape=(size,),
+            num_bytes=size,
+        )
+        for layer in group.layers
+    ]
+
+
+def planned_tiers(
+    config: EngineConfig,
+    groups: Sequence[Group],
+    *,
+    block_size: int,
+    table: TierTable | None = None,
+) -> tuple[PlannedTier, ...]:
+    """Return the tiers that the options name, the nearest first.
+
+    Raises: ConfigError for a kind of unknown speed, and for a tier that holds no record.
+    """
+    several = record_bytes(groups, block_size)
+    table = table or TierTable()
+    return tuple(_planned(address, several, table) for address in config.tiers)
+
+
+def _planned(
+    address: TierAddress,
+    several: tuple[int, ...],
+    table: TierTable,
+) -> PlannedTier:
+    kind = address.kind
+    if kind not in table.speeds:
+        raise ConfigError(
+            f"kv_tier={address}: the speed of {kind!r} is unknown: give it by --tier-speed "
+            f"{kind}=READ,WRITE in gigabytes a second"
+        )
+    unit_bytes, size_bytes = 1, table.sizes.get(kind)
+    if kind == "memory":
+        unit_bytes = piece_bytes(max(several))
+        size_bytes = address.option("size", parse_bytes, size_bytes)
+        if size_bytes is None:
+            raise ConfigError("kv_tier=memory: needs a size: memory:?size=2GiB")
+    elif kind == "file":
+        unit_bytes = DISK_BLOCK_BYTES
+        size_bytes = address.option("size", parse_bytes, size_bytes or DEFAULT_SIZE_BYTES)
+    planned = PlannedTier(
+        name=str(address),
+        kind=kind,
+        capacity_bytes=size_bytes,
+        unit_bytes=unit_bytes,
+        record_bytes=several,
+        speed=table.speeds[kind],
+    )
+    largest = ceil_div(max(several), unit_bytes) * unit_bytes
+    if size_bytes is not None and size_bytes < largest:
+        raise ConfigError(
+            f"kv_tier={address}: size={format_bytes(size_bytes)} holds no record: one takes "
+            f"{format_bytes(largest)}"
+        )
+    return planned
+
+
+def require_tier_blocks(
+    config: EngineConfig, name: str, accounting: Accounting, *, num_ranks: int, source_tokens: int
+) -> None:
+    """Refuse, as the engine does, tiers for a cache whose blocks cannot be stored.
+
+    Raises: ConfigError.
+    """
+    if config.tiers:
+        require_blocks(
+            replace(config, tensor_parallel_size=num_ranks),
+            name,
+            source_tokens=source_tokens,
+            has_blocks=isinstance(accounting, ExternalBlocks),
+        )
