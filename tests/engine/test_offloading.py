@@ -322,7 +322,7 @@ def test_whole_engines_read_what_was_written_whatever_tiers_do(quick: Attic) -> 
     """Engines of all kinds, one after the other, that share tiers which lie, lose and refuse."""
     for seed in range(24):
         replay(seed, quick)
-    assert quick.num_hit_tokens > 100
+    assert quick.num_hit_tokens > 40
 
 
 @pytest.mark.full
