@@ -22,8 +22,11 @@ from quire.config import EngineConfig
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_fingerprint import kv_fingerprint
 from quire.engine.kv_sizing import staging_bytes
+from quire.engine.scheduling.offers import Lease, Offers
 from quire.engine.scheduling.offload_policy import LoadJob, OffloadPolicy, columns_read
 from quire.engine.scheduling.step_costs import Clock, Costs
+from quire.engine.sequence import RemoteBlocks
+from quire.engine.transfer import PeerTransfer
 from quire.errors import ConfigError
 from quire.kv.interface import BlockBytes, ExternalBlocks
 from quire.kv.layout import attention_spec
@@ -236,6 +239,7 @@ class _Outgoing:
     identity: BlockIdentity
     buffer: Bytes
     is_sealed: bool | None = None  # None: the buffer has no header yet
+    lease: str = ""  # for another server, and for no tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,15 +263,18 @@ class ThreadedCarrier:
         tiers: Sequence[GuardedTier],  # the nearest first
         staging: Staging,
         *,
+        transfer: PeerTransfer | None = None,  # blocks for other servers, and theirs
         has_threads: bool = True,  # without them the caller works
     ) -> None:
         # Copies more out, unless steps do. Returns False to be called again: there is more.
         self.when_idle: Callable[[], bool] | None = None
-        self.tiers, self.staging = tuple(tiers), staging
+        self.tiers, self.staging, self._transfer = tuple(tiers), staging, transfer
         self._groups, self._block_size, self._copies = tuple(groups), block_size, copies
         # A buffer holds the longest header that a tier has, and the payload at its end.
-        self._sizes = [max(t.formats[n].num_bytes for t in tiers) for n in range(len(groups))]
-        self._payloads = [tiers[0].formats[n].payload_bytes for n in range(len(groups))]
+        formats = [tier.formats for tier in tiers]
+        formats += () if transfer is None else transfer.formats
+        self._sizes = [max(each[n].num_bytes for each in formats) for n in range(len(groups))]
+        self._payloads = [form.payload_bytes for form in formats[0]]
         # Groups of which a hit needs every block, and those of which it needs the last ones.
         self._everywhere = [n for n, group in enumerate(groups) if _is_full(group)]
         self._elsewhere = [n for n in range(len(groups)) if n not in self._everywhere]
@@ -279,7 +286,7 @@ class ThreadedCarrier:
         self._done: deque[LoadJob] = deque()
         self._came = threading.Condition()
         self._outgoing: list[_Outgoing] = []
-        self._to_load: SimpleQueue[tuple[LoadJob, float] | None] = SimpleQueue()
+        self._to_load: SimpleQueue[tuple[LoadJob, float] | RemoteBlocks | None] = SimpleQueue()
         self._to_store: SimpleQueue[list[_Outgoing] | LoadJob | _Drop | None] = SimpleQueue()
         self._dropping: Counter[bytes] = Counter()  # chains of blocks that are not loaded
         self._stop_s: float | None = None  # monotonic: no record is stored after it
@@ -305,7 +312,7 @@ class ThreadedCarrier:
     def load(self, job: LoadJob, wait_s: float) -> bool:
         if self.staging.free_bytes < self._column_bytes + self._end_bytes:
             return False
-        if not any(tier.may_load for tier in self.tiers):
+        if not any(tier.may_load for tier in self._tiers_of(job)):
             return False
         self._to_load.put((job, wait_s))
         return True
@@ -335,6 +342,28 @@ class ThreadedCarrier:
         self._outgoing.append(_Outgoing(group, identity, buffer))
         self._copy_s = _mean(self._copy_s, time.perf_counter() - begun_s)
         return True
+
+    def copy_leased(self, group: int, block: int, identity: BlockIdentity, lease: str) -> bool:
+        buffer = self.staging.take(self._sizes[group], share=_STORE_SHARE)
+        if buffer is None:
+            return False
+        self._copies.out(group, block, buffer[-self._payloads[group] :])
+        self._outgoing.append(_Outgoing(group, identity, buffer, lease=lease))
+        return True
+
+    def lease(self, groups: Sequence[Sequence[int]]) -> Lease | None:
+        return None if self._transfer is None else self._transfer.lease(groups)
+
+    def skip(self, group: int, lease: str) -> None:
+        if self._transfer is not None:
+            self._transfer.skip(group, lease)
+
+    def release_remote(self, remote: RemoteBlocks) -> None:
+        self._to_load.put(remote)
+
+    def end_leases(self) -> None:
+        if self._transfer is not None:
+            self._transfer.records.release_all()
 
     def send(self) -> None:
         if self._outgoing:
@@ -373,6 +402,8 @@ class ThreadedCarrier:
             if thread is not threading.current_thread():  # a collector may run in any
                 thread.join(_CLOSE_S + _STORE_S)
         self._copies.forget()
+        if self._transfer is not None:
+            self._transfer.close()
         for tier in self.tiers:
             tier.close()
 
@@ -380,7 +411,7 @@ class ThreadedCarrier:
         """Do in this thread what the threads would: one load, one task of storing."""
         with suppress(Empty):
             if loads and (task := self._to_load.get_nowait()) is not None:
-                self._load(*task)
+                self._take_up(task)
         with suppress(Empty):
             if stores and (other := self._to_store.get_nowait()) is not None:
                 self._store(other)
@@ -389,7 +420,19 @@ class ThreadedCarrier:
 
     def _load_all(self) -> None:
         while (task := self._to_load.get()) is not None:
+            self._take_up(task)
+
+    def _take_up(self, task: tuple[LoadJob, float] | RemoteBlocks) -> None:
+        if isinstance(task, tuple):
             self._load(*task)
+        elif self._transfer is not None:
+            self._transfer.release(task)
+
+    def _tiers_of(self, job: LoadJob) -> tuple[GuardedTier, ...]:
+        """Return the tiers that a job asks: a peer that its request names goes first."""
+        if self._transfer is None:
+            return self.tiers
+        return (*self._transfer.tiers_for(job.remote), *self.tiers)
 
     def _load(self, job: LoadJob, wait_s: float) -> None:
         job.end = job.first
@@ -409,6 +452,8 @@ class ThreadedCarrier:
         if self._column_bytes:
             count = min(count, (self.staging.free_bytes - self._end_bytes) // self._column_bytes)
         begun_s = time.perf_counter()
+        if job.remote is not None and self._transfer is not None:
+            self._transfer.wait_for(job.remote, deadline)
         run = self._run(job, max(0, count), deadline)
         end, trailing = job.first + len(run), list[_Wanted]()
         job.lacking = job.blocks[len(run) : max(0, count)]
@@ -431,9 +476,10 @@ class ThreadedCarrier:
             return [[] for _ in range(count)]
         found: list[list[_Wanted]] = []
         goes_on = True
+        tiers = self._tiers_of(job)
         while goes_on and len(found) < count:
             goes_on = False
-            for tier in self.tiers:
+            for tier in tiers:
                 rest = [
                     [self._wanted(tier, group, job, job.first + at) for group in self._everywhere]
                     for at in range(len(found), count)
@@ -464,7 +510,7 @@ class ThreadedCarrier:
         self, job: LoadJob, group: int, columns: range, deadline: Deadline
     ) -> list[_Wanted] | None:
         """Find a tier that has a group's records of all these columns."""
-        for tier in self.tiers:
+        for tier in self._tiers_of(job):
             several = [self._wanted(tier, group, job, column) for column in columns]
             if self._find(tier, job, several, deadline) == len(several):
                 return several
@@ -567,7 +613,10 @@ class ThreadedCarrier:
     def _store_records(self, several: list[_Outgoing]) -> None:
         begun_s = time.thread_time()
         try:
-            self._store_in_each(self.tiers, several)
+            for each in several:
+                if each.lease and self._transfer is not None:
+                    self._transfer.keep(each.lease, each.group, each.identity, each.buffer.data)
+            self._store_in_each(self.tiers, [each for each in several if not each.lease])
         finally:
             for each in several:
                 self.staging.give(each.buffer)
@@ -601,6 +650,8 @@ class ThreadedCarrier:
         try:
             for (group, _), each in loaded.items():
                 assert isinstance(each, _Loaded)
+                if each.tier not in self.tiers:  # a peer's, to which none is nearer
+                    continue
                 at = self.tiers.index(each.tier)
                 several.setdefault(at, []).append(_Outgoing(group, each.identity, each.buffer))
             for at, outgoing in several.items():
@@ -642,7 +693,10 @@ def make_offloading(
     Raises: ConfigError where the cache has no blocks that tiers could keep, for a shared tier
     without a key, and for a tier that cannot be opened.
     """
-    if not config.tiers:
+    transferring = config.kv_transfer_config
+    if transferring is not None and not transferring.is_own:
+        transferring = None  # vLLM's words for tiers
+    if not config.tiers and transferring is None:
         return None
     _require_blocks(config, loaded, kv)
     key = None if config.kv_tier_key is None else _read_key(config.kv_tier_key)
@@ -655,9 +709,10 @@ def make_offloading(
     assert isinstance(kv.accounting, ExternalBlocks)
     block_size = kv.accounting.index.block_size  # not the option's, where a page holds more
     plain = record_formats(kv, fingerprint.digest, block_size, Checksums())
-    sealed = plain
+    sealed, seal = plain, None
     if key is not None:
-        sealed = record_formats(kv, fingerprint.digest, block_size, KeyedSeal(key))
+        seal = KeyedSeal(key)
+        sealed = record_formats(kv, fingerprint.digest, block_size, seal)
 
     def is_same_model() -> bool:
         try:
@@ -689,12 +744,18 @@ def make_offloading(
             tiers.append(
                 GuardedTier(str(address), tier, sealed if is_sealed else plain, is_sealed=is_sealed)
             )
+        transfer = None
+        if transferring is not None:
+            transfer = PeerTransfer(transferring, plain, sealed, seal, fingerprint.digest)
+            undo.callback(transfer.close)
+            transfer.start()
         carrier = ThreadedCarrier(
             kv.accounting.groups,
             block_size,
             BlockCopies(kv),
             tiers,
             Staging(staging_bytes(kv.accounting.groups, block_size)),
+            transfer=transfer,
         )
         undo.pop_all()
     return OffloadPolicy(
@@ -702,7 +763,8 @@ def make_offloading(
         kv.accounting,
         costs,
         clock,
-        write=config.kv_tier_write,
+        write=config.kv_tier_write if config.tiers else "never",
+        offers=None if transfer is None else Offers(carrier, clock),
         # Weights that only the engine has are never changed under it.
         is_same_model=(lambda: True) if loaded.is_private else is_same_model,
     )
