@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 
 def test_defaults_work_and_there_are_few_options() -> None:
     EngineConfig()
-    assert len(fields(EngineConfig)) <= 35  # docs/decisions/0062, 0069, 0070
+    assert len(fields(EngineConfig)) <= 36  # docs/decisions/0062, 0069, 0070, 0075
     assert all(option.metadata["help"].endswith(".") for option in fields(EngineConfig))
 
 

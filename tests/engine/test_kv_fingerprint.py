@@ -68,6 +68,11 @@ SAME = {
     "kv_tier_trusted": True,
     "kv_tier_write": "never",
     "kv_offloading_size": 2**30,
+    "kv_transfer_config": {
+        "kv_connector": "QuireConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"listen": "unix:/run/quire/peer"},
+    },
 }
 
 

@@ -119,7 +119,6 @@ FOREIGN: tuple[Foreign, ...] = (
         "--kv-offloading-backend",
         harmless=("native",),
     ),
-    *_flags("the cache belongs to this process alone", "--kv-transfer-config"),
     *_switches(
         "POST /sleep always works with an admin key, and an idle cache returns its memory by "
         "itself",

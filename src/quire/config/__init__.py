@@ -13,6 +13,7 @@ from quire.config.environment import (
     wait_patiently,
 )
 from quire.config.kv_events import KVEventsConfig
+from quire.config.kv_transfer import KVTransferConfig
 from quire.config.option import ADVANCED
 from quire.config.server_config import LOOPBACK, ServerConfig
 
@@ -22,6 +23,7 @@ __all__ = [
     "LOOPBACK",
     "EngineConfig",
     "KVEventsConfig",
+    "KVTransferConfig",
     "ServerConfig",
     "SpeculativeConfig",
     "as_rank",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from quire.attention import BACKENDS
 from quire.config.environment import EnvironmentValue, number, read, said
 from quire.config.kv_events import KVEventsConfig
+from quire.config.kv_transfer import KVTransferConfig
 from quire.config.option import ADVANCED, in_range, object_of, one_of, option
 from quire.errors import ConfigError
 from quire.kv import DEFAULT_POLICY, EVICTION_POLICIES, STRATEGIES
@@ -213,6 +214,15 @@ class EngineConfig:
         parse=parse_bytes,
         panel=TIERS_PANEL,
     )
+    kv_transfer_config: KVTransferConfig | None = option(  # noqa: RUF009 - it makes a field
+        None,
+        "Blocks that servers hand to each other (prefill and decode apart): a JSON object with "
+        "vLLM's fields. kv_connector: QuireConnector, or OffloadingConnector for tiers. Default: "
+        "none.",
+        flag_type=str | None,
+        parse=KVTransferConfig.parse,
+        panel=TIERS_PANEL,
+    )
     kv_cache_memory_bytes: int | None = option(
         None,
         "Maximum size of the KV memory in bytes, or e.g. 2GiB. Default: the size that --budget "
@@ -295,6 +305,8 @@ class EngineConfig:
         object.__setattr__(self, "speculative_config", speculative)
         events = KVEventsConfig.parse(self.kv_events_config)
         object.__setattr__(self, "kv_events_config", events)
+        transfer = KVTransferConfig.parse(self.kv_transfer_config)
+        object.__setattr__(self, "kv_transfer_config", transfer)
         if events is not None and events.publishes and not self.enable_prefix_caching:
             raise ConfigError(
                 "kv_events_config: enable_kv_cache_events needs enable_prefix_caching: without it "
@@ -348,8 +360,27 @@ class EngineConfig:
         for address in self.tiers:
             TIERS.require(address.kind, "kv_tier")
         one_of("kv_tier_write", self.kv_tier_write, ("auto", "always", "never"))
-        if self.kv_tier_key is not None and not self.kv_tier:
-            raise ConfigError(f"kv_tier_key={self.kv_tier_key!r} needs kv_tier, a shared one")
+        transfer = self.kv_transfer_config
+        addresses = () if transfer is None else transfer.addresses
+        if self.kv_tier_key is not None and not (self.kv_tier or addresses):
+            raise ConfigError(
+                f"kv_tier_key={self.kv_tier_key!r} needs kv_tier, a shared one, or "
+                f"kv_transfer_config with peers"
+            )
+        if transfer is not None and transfer.offloaded and self.kv_offloading_size:
+            raise ConfigError(
+                f"kv_transfer_config: OffloadingConnector and kv_offloading_size="
+                f"{self.kv_offloading_size:,} name the same memory: give one of them"
+            )
+        if not (self.kv_tier_key or self.kv_tier_trusted):
+            for peer in addresses:
+                if not peer.is_unix:
+                    raise ConfigError(
+                        f"kv_transfer_config: {peer} is reached over TCP, where others could "
+                        f"read prompts and plant answers: set kv_tier_key to a file with a secret "
+                        f"key, or kv_tier_trusted if only trusted engines can reach it; or use "
+                        f"unix:/PATH"
+                    )
 
     @property
     def tiers(self) -> tuple[TierAddress, ...]:
@@ -357,6 +388,9 @@ class EngineConfig:
         addresses = [TierAddress.parse(text) for text in self.kv_tier]
         if self.kv_offloading_size:
             addresses.insert(0, TierAddress.parse(f"memory:?size={self.kv_offloading_size}"))
+        if self.kv_transfer_config is not None:
+            offloaded = self.kv_transfer_config.offloaded
+            addresses = [*map(TierAddress.parse, offloaded), *addresses]
         return tuple(addresses)
 
     @classmethod

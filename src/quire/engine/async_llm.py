@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -56,15 +56,25 @@ class AsyncLLM:
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> Request:
         """Tokenize and check a prompt, in another thread, for ``generate`` and ``complete``.
+
+        ``kv_transfer_params`` are those of ``LLM.request``.
 
         Raises: RequestError; RequestTooLong.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, Params):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
-        make = partial(self.llm.request, prompt, params, priority=priority, keys=keys)
+        make = partial(
+            self.llm.request,
+            prompt,
+            params,
+            priority=priority,
+            keys=keys,
+            kv_transfer_params=kv_transfer_params,
+        )
         slow = isinstance(params, SamplingParams) and params.structured_outputs is not None
         thread = self._compiling if slow else self._preparing
         return await asyncio.get_running_loop().run_in_executor(thread, make)

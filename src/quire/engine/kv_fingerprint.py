@@ -63,6 +63,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "kv_tier_trusted": "nothing",
         "kv_tier_write": "nothing",
         "kv_offloading_size": "nothing",
+        "kv_transfer_config": "nothing",
         "seed": "nothing",
     }
 )

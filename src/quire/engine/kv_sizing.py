@@ -148,14 +148,17 @@ def tier_bytes(config: EngineConfig, groups: Iterable[Group]) -> int:
 
     Raises: ConfigError.
     """
-    if not config.tiers:
+    transfer = config.kv_transfer_config
+    hands_over = transfer is not None and transfer.is_own
+    if not (config.tiers or hands_over):
         return 0
     in_memory = (
         address.option("size", parse_bytes, 0)
         for address in config.tiers
         if address.kind == "memory"
     )
-    return sum(in_memory) + staging_bytes(groups, config.block_size)
+    leased_bytes = 0 if transfer is None else transfer.size_bytes
+    return sum(in_memory) + leased_bytes + staging_bytes(groups, config.block_size)
 
 
 def require_blocks(

@@ -43,6 +43,7 @@ from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.statistics import Statistics
 from quire.engine.step_plan import TokenOutput
 from quire.engine.structured import Grammars
+from quire.engine.transfer import read_params
 from quire.errors import ConfigError, MemoryUnavailable, RankLost, RequestError
 from quire.kv import NO_KEYS, Accounting, PrefixKeys, Usage
 from quire.kv.page_tables import usage_with_tables
@@ -189,6 +190,7 @@ class LLM:
         params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         observe: Observer | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> list[CompletionOutput]:
         """Continue every prompt (text, or token ids); all of them run together.
 
@@ -199,12 +201,13 @@ class LLM:
         [mels, frames]).
 
         ``params`` are for all prompts, or one for each. ``observe`` is called with the cache's
-        usage after each step.
+        usage after each step. ``kv_transfer_params`` are those of ``request``, for all prompts.
 
         Raises: RequestError for a prompt that cannot run, before any is started; MemoryUnavailable
         where the system has no addresses left, and then the LLM is closed.
         """
-        return self._completions(self._requests(prompts, params), observe)
+        requests = self._requests(prompts, params, kv_transfer_params)
+        return self._completions(requests, observe)
 
     def stream(
         self,
@@ -511,12 +514,18 @@ class LLM:
         *,
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> Request:
         """Make a request of a prompt: for text, a beam search or an embedding, by its params.
+
+        ``kv_transfer_params`` are vLLM's: ``{"do_remote_decode": True}`` leaves the prompt's blocks
+        for another server, and what that answers brings them there. Without a
+        ``kv_transfer_config`` they have no effect.
 
         Raises: RequestError.
         """
         self._refuse_if_out()
+        leaves_blocks, remote = read_params(kv_transfer_params)
         pooling = params if isinstance(params, PoolingParams) else None
         if pooling is not None:
             self.embeddings.check(pooling)
@@ -547,6 +556,8 @@ class LLM:
             grammar=None if structured is None else self._grammars.compile(structured),
             suppressed=() if sources is None else sources.suppressed,
             suppressed_first=() if sources is None else sources.suppressed_first,
+            leaves_blocks=leaves_blocks,
+            remote=remote,
         )
         self.engine.scheduler.check_request(request)
         return request
@@ -712,12 +723,16 @@ class LLM:
         self,
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> list[Request]:
         """Make a request of every prompt. Raises: RequestError."""
         self._refuse_if_out()
         several = split(prompts)
         each = params_for_each(params, len(several))
-        return [self.request(prompt, own) for prompt, own in zip(several, each, strict=True)]
+        return [
+            self.request(prompt, own, kv_transfer_params=kv_transfer_params)
+            for prompt, own in zip(several, each, strict=True)
+        ]
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -23,6 +23,7 @@ from quire.config import EngineConfig
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_fingerprint import kv_fingerprint
 from quire.engine.kv_sizing import require_blocks, staging_bytes
+from quire.engine.scheduling.offers import Lease, Offers
 from quire.engine.scheduling.offload_policy import (
     LoadJob,
     OffloadPolicy,
@@ -30,7 +31,9 @@ from quire.engine.scheduling.offload_policy import (
     columns_read,
 )
 from quire.engine.scheduling.step_costs import Clock, Costs
+from quire.engine.sequence import RemoteBlocks
 from quire.engine.statistics import PROMOTION_SECONDS, Histogram
+from quire.engine.transfer import PeerTransfer
 from quire.errors import ConfigError
 from quire.kv.interface import BlockBytes, ExternalBlocks
 from quire.kv.layout import attention_spec
@@ -244,6 +247,7 @@ class _Outgoing:
     identity: BlockIdentity
     buffer: Bytes
     is_sealed: bool | None = None  # None: the buffer has no header yet
+    lease: str = ""  # for another server, and for no tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,16 +281,19 @@ class ThreadedCarrier:
         tiers: Sequence[GuardedTier],  # the nearest first
         staging: Staging,
         *,
+        transfer: PeerTransfer | None = None,  # blocks for other servers, and theirs
         has_threads: bool = True,  # without them the caller works
         keeps_events: bool = False,
     ) -> None:
         # Copies more out, unless steps do. Returns False to be called again: there is more.
         self.when_idle: Callable[[], bool] | None = None
-        self.tiers, self.staging = tuple(tiers), staging
+        self.tiers, self.staging, self._transfer = tuple(tiers), staging, transfer
         self._groups, self._block_size, self._copies = tuple(groups), block_size, copies
         # A buffer holds the longest header that a tier has, and the payload at its end.
-        self._sizes = [max(t.formats[n].num_bytes for t in tiers) for n in range(len(groups))]
-        self._payloads = [tiers[0].formats[n].payload_bytes for n in range(len(groups))]
+        formats = [tier.formats for tier in tiers]
+        formats += () if transfer is None else transfer.formats
+        self._sizes = [max(each[n].num_bytes for each in formats) for n in range(len(groups))]
+        self._payloads = [form.payload_bytes for form in formats[0]]
         # Groups of which a hit needs every block, and those of which it needs the last ones.
         self._everywhere = [n for n, group in enumerate(groups) if _is_full(group)]
         self._elsewhere = [n for n in range(len(groups)) if n not in self._everywhere]
@@ -298,7 +305,7 @@ class ThreadedCarrier:
         self._done: deque[LoadJob] = deque()
         self._came = threading.Condition()
         self._outgoing: list[_Outgoing] = []
-        self._to_load: SimpleQueue[tuple[LoadJob, Deadline] | None] = SimpleQueue()
+        self._to_load: SimpleQueue[tuple[LoadJob, Deadline] | RemoteBlocks | None] = SimpleQueue()
         self._to_store: SimpleQueue[_Task | None] = SimpleQueue()
         self._events: list[BlockEvent] | None = [] if keeps_events else None
         # Of a tier that tells what it evicts, by name: the event that a copy is gone.
@@ -334,7 +341,7 @@ class ThreadedCarrier:
     def load(self, job: LoadJob, wait_s: float) -> bool:
         if self.staging.free_bytes < self._column_bytes + self._end_bytes:
             return False
-        if not any(tier.may_load for tier in self.tiers):
+        if not any(tier.may_load for tier in self._tiers_of(job)):
             return False
         self._to_load.put((job, Deadline.after(wait_s)))
         return True
@@ -365,6 +372,28 @@ class ThreadedCarrier:
         self._copy_s = _mean(self._copy_s, time.perf_counter() - begun_s)
         return True
 
+    def copy_leased(self, group: int, block: int, identity: BlockIdentity, lease: str) -> bool:
+        buffer = self.staging.take(self._sizes[group], share=_STORE_SHARE)
+        if buffer is None:
+            return False
+        self._copies.out(group, block, buffer[-self._payloads[group] :])
+        self._outgoing.append(_Outgoing(group, identity, buffer, lease=lease))
+        return True
+
+    def lease(self, groups: Sequence[Sequence[int]]) -> Lease | None:
+        return None if self._transfer is None else self._transfer.lease(groups)
+
+    def skip(self, group: int, lease: str) -> None:
+        if self._transfer is not None:
+            self._transfer.skip(group, lease)
+
+    def release_remote(self, remote: RemoteBlocks) -> None:
+        self._to_load.put(remote)
+
+    def end_leases(self) -> None:
+        if self._transfer is not None:
+            self._transfer.records.release_all()
+
     def send(self) -> None:
         if self._outgoing:
             self._to_store.put(self._outgoing)
@@ -385,7 +414,7 @@ class ThreadedCarrier:
                 if isinstance(loaded, _Loaded):
                     tier = loaded.tier
                     break
-            if tier is not None:
+            if tier in self.tiers:  # and no peer's
                 self._hit_tokens[self.tiers.index(tier)] += self._block_size
 
     def take_events(self) -> list[BlockEvent]:
@@ -467,6 +496,8 @@ class ThreadedCarrier:
             if thread is not threading.current_thread():  # a collector may run in any
                 thread.join(_CLOSE_S + _STORE_S)
         self._copies.forget()
+        if self._transfer is not None:
+            self._transfer.close()
         for tier in self.tiers:
             tier.close()
 
@@ -474,7 +505,7 @@ class ThreadedCarrier:
         """Do in this thread what the threads would: one load, one task of storing."""
         with suppress(Empty):
             if loads and (task := self._to_load.get_nowait()) is not None:
-                self._load(*task)
+                self._take_up(task)
         with suppress(Empty):
             if stores and (other := self._to_store.get_nowait()) is not None:
                 self._store(other)
@@ -483,7 +514,19 @@ class ThreadedCarrier:
 
     def _load_all(self) -> None:
         while (task := self._to_load.get()) is not None:
+            self._take_up(task)
+
+    def _take_up(self, task: tuple[LoadJob, Deadline] | RemoteBlocks) -> None:
+        if isinstance(task, tuple):
             self._load(*task)
+        elif self._transfer is not None:
+            self._transfer.release(task)
+
+    def _tiers_of(self, job: LoadJob) -> tuple[GuardedTier, ...]:
+        """Return the tiers that a job asks: a peer that its request names goes first."""
+        if self._transfer is None:
+            return self.tiers
+        return (*self._transfer.tiers_for(job.remote), *self.tiers)
 
     def _load(self, job: LoadJob, deadline: Deadline) -> None:
         job.end = job.first
@@ -503,6 +546,8 @@ class ThreadedCarrier:
         if self._column_bytes:
             count = min(count, (self.staging.free_bytes - self._end_bytes) // self._column_bytes)
         begun_s = time.perf_counter()
+        if job.remote is not None and self._transfer is not None:
+            self._transfer.wait_for(job.remote, deadline)
         run = self._run(job, max(0, count), deadline)
         end, trailing = job.first + len(run), list[_Wanted]()
         job.lacking = job.blocks[len(run) : max(0, count)]
@@ -521,7 +566,8 @@ class ThreadedCarrier:
         for tier in {
             loaded.tier for loaded in job.payloads.values() if isinstance(loaded, _Loaded)
         }:
-            self._promotion_s[self.tiers.index(tier)].observe(took_s)
+            if tier in self.tiers:
+                self._promotion_s[self.tiers.index(tier)].observe(took_s)
 
     def _run(self, job: LoadJob, count: int, deadline: Deadline) -> list[list[_Wanted]]:
         """Find the longest run of blocks, of at most ``count``, each from the nearest tier."""
@@ -529,9 +575,10 @@ class ThreadedCarrier:
             return [[] for _ in range(count)]
         found: list[list[_Wanted]] = []
         goes_on = True
+        tiers = self._tiers_of(job)
         while goes_on and len(found) < count:
             goes_on = False
-            for tier in self.tiers:
+            for tier in tiers:
                 rest = [
                     [self._wanted(tier, group, job, job.first + at) for group in self._everywhere]
                     for at in range(len(found), count)
@@ -562,7 +609,7 @@ class ThreadedCarrier:
         self, job: LoadJob, group: int, columns: range, deadline: Deadline
     ) -> list[_Wanted] | None:
         """Find a tier that has a group's records of all these columns."""
-        for tier in self.tiers:
+        for tier in self._tiers_of(job):
             several = [self._wanted(tier, group, job, column) for column in columns]
             if self._find(tier, job, several, deadline) == len(several):
                 return several
@@ -672,7 +719,10 @@ class ThreadedCarrier:
     def _store_records(self, several: list[_Outgoing]) -> None:
         begun_s = time.thread_time()
         try:
-            self._store_in_each(self.tiers, several)
+            for each in several:
+                if each.lease and self._transfer is not None:
+                    self._transfer.keep(each.lease, each.group, each.identity, each.buffer.data)
+            self._store_in_each(self.tiers, [each for each in several if not each.lease])
         finally:
             for each in several:
                 self.staging.give(each.buffer)
@@ -708,6 +758,8 @@ class ThreadedCarrier:
         try:
             for (group, _), each in loaded.items():
                 assert isinstance(each, _Loaded)
+                if each.tier not in self.tiers:  # a peer's, to which none is nearer
+                    continue
                 at = self.tiers.index(each.tier)
                 several.setdefault(at, []).append(_Outgoing(group, each.identity, each.buffer))
             for at, outgoing in several.items():
@@ -800,7 +852,10 @@ def make_offloading(
     Raises: ConfigError where the cache has no blocks that tiers could keep, for a shared tier
     without a key, and for a tier that cannot be opened.
     """
-    if not config.tiers:
+    transferring = config.kv_transfer_config
+    if transferring is not None and not transferring.is_own:
+        transferring = None  # vLLM's words for tiers
+    if not config.tiers and transferring is None:
         return None
     require_blocks(
         config,
@@ -818,9 +873,10 @@ def make_offloading(
     assert isinstance(kv.accounting, ExternalBlocks)
     block_size = kv.accounting.index.block_size  # not the option's, where a page holds more
     plain = record_formats(kv, fingerprint.digest, block_size, Checksums())
-    sealed = plain
+    sealed, seal = plain, None
     if key is not None:
-        sealed = record_formats(kv, fingerprint.digest, block_size, KeyedSeal(key))
+        seal = KeyedSeal(key)
+        sealed = record_formats(kv, fingerprint.digest, block_size, seal)
 
     def is_same_model() -> bool:
         try:
@@ -853,6 +909,11 @@ def make_offloading(
             name = str(address).removesuffix(":") + f" ({alike + 1})" * bool(alike)
             formats = sealed if is_sealed else plain
             tiers.append(GuardedTier(name, tier, formats, is_sealed=is_sealed))
+        transfer = None
+        if transferring is not None:
+            transfer = PeerTransfer(transferring, plain, sealed, seal, fingerprint.digest)
+            undo.callback(transfer.close)
+            transfer.start()
         carrier = ThreadedCarrier(
             kv.accounting.groups,
             block_size,
@@ -860,6 +921,7 @@ def make_offloading(
             tiers,
             Staging(staging_bytes(kv.accounting.groups, block_size)),
             keeps_events=config.kv_events_config is not None and config.kv_events_config.publishes,
+            transfer=transfer,
         )
         undo.pop_all()
     return OffloadPolicy(
@@ -867,7 +929,8 @@ def make_offloading(
         kv.accounting,
         costs,
         clock,
-        write=config.kv_tier_write,
+        write=config.kv_tier_write if config.tiers else "never",
+        offers=None if transfer is None else Offers(carrier, clock),
         # Weights that only the engine has are never changed under it.
         is_same_model=(lambda: True) if loaded.is_private else is_same_model,
     )

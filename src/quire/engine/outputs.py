@@ -1,7 +1,7 @@
 """Outputs for the caller: pieces of text while a prompt runs, and the whole at the end."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +36,8 @@ class TextDelta:
     latencies: Latencies | None = field(default=None, compare=False)  # of the whole, at its end
     cumulative_logprob: float | None = None  # of all tokens, at the end of a beam search
     embedding: Embedding | None = field(default=None, compare=False)  # at the end, if asked for
+    # At the end, where another server may go on: what it is to be asked with.
+    kv_transfer_params: Mapping[str, object] | None = None
 
     @property
     def token_id(self) -> int | None:
@@ -64,6 +66,7 @@ class CompletionOutput:
     choices: tuple[Choice, ...]
     num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all its tokens but the first, if asked for
+    kv_transfer_params: Mapping[str, object] | None = None  # for a server that goes on with it
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -137,6 +140,7 @@ class Listener:
                 prompt_logprobs=tuple(sequence.prompt_logprobs) if self._is_first else (),
                 latencies=None if reason is None else Latencies.of(sequence),
                 embedding=sequence.embedding if reason == "stop" else None,
+                kv_transfer_params=None if reason is None else sequence.kv_transfer_params or None,
             )
         )
         self._is_first = False
@@ -200,6 +204,7 @@ def completion(
         choices=tuple(_choice(own) for own in pieces[: request.num_choices]),
         num_cached_tokens=several[0].num_cached_tokens,
         prompt_logprobs=tuple(several[0].prompt_logprobs),
+        kv_transfer_params=several[0].kv_transfer_params or None,
     )
 
 

@@ -212,6 +212,8 @@ class Scheduler:
                 self._outputs += self._append(draw.sequence, result)
         self.statistics.note_tokens(self._outputs)
         for output in self._outputs:
+            if self.offload is not None and output.sequence.request.leaves_blocks:
+                self.offload.offer(output.sequence)
             if output.finish_reason is not None:
                 self.finish(output.sequence, output.finish_reason)
         outputs, self._outputs = self._outputs, []

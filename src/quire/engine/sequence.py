@@ -1,5 +1,6 @@
 """Requests and sequences: what a client asked for, and how far the engine has come with it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -27,6 +28,15 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteBlocks:
+    """Blocks of a prompt that another server has computed and keeps for a while."""
+
+    host: str  # vLLM's remote_host, or unix:PATH
+    port: int
+    lease: str  # vLLM's remote_request_id: the name by which they can be released
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What a client asked for."""
 
@@ -42,6 +52,8 @@ class Request:
     source: object = None  # an encoder's input, as the runner knows it
     beam: BeamSearchParams | None = None  # a beam search chooses its tokens
     pooling: PoolingParams | None = None  # it ends with its prompt's embedding, and has no text
+    leaves_blocks: bool = False  # another server will go on with its prompt
+    remote: RemoteBlocks | None = None  # another server has begun with it
 
     @property
     def chosen_outside(self) -> bool:
@@ -88,6 +100,7 @@ class Sequence:
     num_waits_in_vain: int = 0  # … and how many times it has found no more since
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but the first token
     embedding: Embedding | None = None  # if it was asked for, once it is computed
+    kv_transfer_params: Mapping[str, object] | None = None  # of the blocks that it has left
     finish_reason: FinishReason | None = None
     finish_detail: str = ""  # for people: why it ended early
     fault: Fault = None  # why no token could be sampled

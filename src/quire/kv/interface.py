@@ -511,6 +511,10 @@ class ExternalBlocks(Accounting, Protocol):
         """Name a sequence's full blocks, from its first one on."""
         ...
 
+    def computed_nodes(self, seq_id: int) -> list[int]:
+        """List the index's nodes of a sequence's full blocks, from its first one on."""
+        ...
+
     def reserve_blocks(
         self, pin_id: int, token_ids: TokenIds, keys: PrefixKeys = NO_KEYS
     ) -> list[tuple[int, Ids]] | None:

@@ -295,6 +295,10 @@ class BlockCoordinator:
         """Name a sequence's full blocks, from its first one on."""
         return self._cache.computed(self.tables.rows[seq_id])
 
+    def computed_nodes(self, seq_id: int) -> list[int]:
+        """List the index's nodes of a sequence's full blocks, from its first one on."""
+        return self._cache.computed_nodes(self.tables.rows[seq_id])
+
     def reserve_blocks(
         self, pin_id: int, token_ids: TokenIds, keys: PrefixKeys = NO_KEYS
     ) -> list[tuple[int, Ids]] | None:

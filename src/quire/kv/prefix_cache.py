@@ -316,9 +316,13 @@ class PrefixCache:
 
     def computed(self, row: int) -> list[BlockIdentity]:
         """Name the full blocks of a sequence, from its first one on."""
-        path = self._index.path(self._index.row(self._tail_nodes[row]))
-        blocks = [self._index.identity(self._index.node(each)) for each in path]
+        blocks = map(self._index.identity, self.computed_nodes(row))
         return [block for block in blocks if block is not None]
+
+    def computed_nodes(self, row: int) -> list[int]:
+        """List the nodes of a sequence's full blocks, from its first one on."""
+        path = self._index.path(self._index.row(self._tail_nodes[row]))
+        return [self._index.node(each) for each in path]
 
     def adopt(self, row: int, hit: PrefixHit) -> None:
         """Begin a sequence with this prefix, whose blocks it holds."""

@@ -18,8 +18,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeAlias, final
 
+from quire.engine.scheduling.offers import Offers
 from quire.engine.scheduling.step_costs import Clock, Costs
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import RemoteBlocks, Sequence
 from quire.engine.statistics import Histogram
 from quire.kv import Accounting
 from quire.kv.interface import ExternalBlocks
@@ -56,6 +57,7 @@ class LoadJob:
     first: int  # blocks of these that were cached when it began
     blocks: list[BlockIdentity]  # the others
     deadline_s: float  # on the engine's clock: a sequence waits no longer
+    remote: RemoteBlocks | None = None  # a peer that is asked before all tiers
     lacking: list[BlockIdentity] = field(default_factory=list)  # which no tier has, or a bad one
     end: int = 0  # blocks that can be inserted: from ``first`` to this one
     is_cut: bool = False  # there was more, and no room for it in staging memory
@@ -225,11 +227,12 @@ class OffloadPolicy:
         clock: Clock,
         *,
         write: WritePolicy = "auto",
+        offers: Offers | None = None,  # None: no other server is handed blocks
         is_same_model: Callable[[], bool] = lambda: True,  # that records in tiers are named after
     ) -> None:
         self.counts = OffloadCounts()
         self._carrier, self._costs, self._clock = carrier, costs, clock
-        self._write = write
+        self._write, self.offers = write, offers
         self._jobs: dict[int, LoadJob] = {}  # by the sequence that waits for it
         self._late: list[LoadJob] = []  # under way, and no sequence waits
         self._asks_left: dict[int, int] = {}  # of waiting sequences that have asked
@@ -252,6 +255,8 @@ class OffloadPolicy:
         if self._write != "never" and not self._is_off:
             self._blocks.index.filled = []
         self._queue.clear()
+        if self.offers is not None:
+            self.offers.forget_blocks()
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -277,6 +282,8 @@ class OffloadPolicy:
         """Note that a sequence waits no longer: it runs, or it has ended."""
         self._asks_left.pop(sequence.seq_id, None)
         self._furthest.pop(sequence.seq_id, None)
+        if self.offers is not None:
+            self.offers.forget(sequence)
         job = self._jobs.get(sequence.seq_id)
         if job is not None:
             self._give_up(job)
@@ -316,6 +323,7 @@ class OffloadPolicy:
     def _ask(self, sequence: Sequence, token_ids: TokenIds, hit: PrefixHit) -> bool:
         """Ask tiers for what follows a hit, if that may pay. Return whether they are asked."""
         size = self._block_size
+        remote = None if self.offers is None else self.offers.brought_by(sequence)
         first, end = hit.num_tokens // size, (len(token_ids) - 1) // size
         asks_left = self._asks_left.get(sequence.seq_id, _MOST_ASKS)
         if end <= first or not asks_left:
@@ -327,7 +335,9 @@ class OffloadPolicy:
             self._note_request(hit.num_tokens // size, blocks)
         self._asks_left[sequence.seq_id] = 0
         recompute_s = self._costs.recompute_s(len(blocks) * size)
-        if self._carrier.load_s_per_block * len(blocks) >= recompute_s:
+        # What loading has taken lately says nothing of a peer that was not asked.
+        is_slow = self._carrier.load_s_per_block * len(blocks) >= recompute_s
+        if is_slow and remote is None:
             return False
         wait_s = min(recompute_s, _LONGEST_WAIT_S)
         job = LoadJob(
@@ -337,6 +347,7 @@ class OffloadPolicy:
             first=first,
             blocks=blocks,
             deadline_s=self._clock() + wait_s,
+            remote=remote,
         )
         if not self._carrier.load(job, wait_s):
             return False
@@ -391,7 +402,7 @@ class OffloadPolicy:
         recompute_s = self._costs.recompute_s(tokens)
         if tokens and recompute_s < float("inf"):
             self.counts.saved_s += recompute_s - spent_s
-        for block in job.blocks[: done - job.first]:
+        for block in job.blocks[: done - job.first] if job.remote is None else ():
             self._remember(block.chain[:8], self._remembered.get(block.chain[:8], 0) | 1)
         job.blocks, job.first = job.blocks[done - job.first :], done
         job.lacks_room, job.is_lost = outcome == "no room", outcome == "lost"
@@ -434,9 +445,17 @@ class OffloadPolicy:
             if not self._remembered.get(index.block_hash(row)[:8]):
                 self._queue.append((index.node(row), True))
 
+    def offer(self, sequence: Sequence) -> None:
+        """Offer a prompt that is computed to another server, once."""
+        is_first = sequence.kv_transfer_params is None and not sequence.index
+        if is_first and self.offers is not None and not self._is_off:
+            self.offers.offer(sequence, self._blocks)
+
     @property
     def has_more(self) -> bool:
         """Whether blocks wait to go out."""
+        if self.offers:
+            return True
         return self._carrier.may_store and bool(self._queue or self._blocks.index.filled)
 
     def store(self, *, step_s: float | None) -> None:
@@ -444,6 +463,11 @@ class OffloadPolicy:
 
         ``step_s``: seconds of the step beside which this happens; None: no sequence runs.
         """
+        if self.offers:
+            has_room = self.offers.copy_out(self._blocks, step_s=step_s)
+            self._carrier.send()
+            if not has_room:
+                return
         index = self._blocks.index
         if index.filled:
             for nodes in index.filled:
@@ -481,6 +505,8 @@ class OffloadPolicy:
         self._is_off, self._why_off = True, reason
         self._let_jobs_bring_nothing()
         self._queue.clear()
+        if self.offers is not None:
+            self.offers.stop()
         self._blocks.index.filled = None
 
     def report(self) -> OffloadReport:

@@ -110,6 +110,7 @@ class _Answering:
             if asks_prompt
             else None,
             prompt_token_ids=list(prompt) if self._shows_ids else UNSET,
+            kv_transfer_params=self._turn.kv_transfer_params,
         )
 
     async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
@@ -213,4 +214,5 @@ class _Answering:
             model=self._model,
             choices=choices,
             usage=self._turn.usage() if with_usage else UNSET,
+            kv_transfer_params=self._turn.kv_transfer_params,
         )

@@ -142,6 +142,7 @@ class _Continuing:
             model=self._asked.model or self._service.model_name,
             choices=choices,
             usage=usage if with_usage else UNSET,
+            kv_transfer_params=self._work.kv_transfer_params,
         )
 
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, final
 
+import msgspec
+from msgspec import UNSET, UnsetType
+
 from quire.chat.conversation import ChatInput, ChatPrompt, Reader
 from quire.chat.output_events import Event, ReasoningDelta
 from quire.engine.outputs import TextDelta
@@ -25,6 +28,7 @@ from quire.server.request_params import sampling_params, searched
 from quire.server.schemas.request_fields import (
     Addressed,
     GenerationRequest,
+    KVTransferParams,
     Routed,
     Sampling,
     Searching,
@@ -119,12 +123,26 @@ async def engine_request(
             params,
             priority=asked.priority or 0,
             keys=context.caller.keys(asked.cache_salt),
+            kv_transfer_params=_transfer(context, asked),
         )
     except RequestError:
         service.refuse_without_engine()  # the client is not at fault
         if service.admission.sleeping:
             raise service.admission.refused("sleeping") from None
         raise
+
+
+def _transfer(context: RequestContext, asked: Routed) -> dict[str, Any] | None:
+    """Return what a request says of blocks of other servers, where there are such."""
+    given = asked.kv_transfer_params if isinstance(asked, GenerationRequest) else None
+    if given is None:
+        return None
+    config = context.service.llm.llm.config.kv_transfer_config
+    if config is None or not config.is_own:
+        context.ignore("kv_transfer_params")
+        return None
+    said: dict[str, Any] = msgspec.to_builtins(given)
+    return said
 
 
 def _truncated(
@@ -177,6 +195,8 @@ class Generation:
         self.num_choices = requests[0].num_choices  # of each prompt
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.completion_tokens = 0
+        # What a server that goes on is to be asked with, once a choice has ended.
+        self.kv_transfer_params: KVTransferParams | UnsetType = UNSET
         self._cached_tokens: dict[int, int] = {}  # by prompt
         self._spans = None
         if service.tracer is not None:
@@ -259,6 +279,10 @@ class Generation:
                     noted.add(delta)
                 self.completion_tokens += len(delta.token_ids)
                 self._cached_tokens[index] = delta.num_cached_tokens
+                if delta.kv_transfer_params is not None and not index:  # as vLLM: of the first
+                    self.kv_transfer_params = msgspec.convert(
+                        dict(delta.kv_transfer_params), KVTransferParams
+                    )
                 if self._spans is not None:
                     self._spans.add(index, delta)
                 if delta.finish_reason == "error":

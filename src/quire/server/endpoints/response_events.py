@@ -232,6 +232,7 @@ class Responding:
 
     async def _count(self) -> None:
         turn = self._turn
+        self.response.kv_transfer_params = turn.kv_transfer_params
         num_thought = await turn.num_reasoning_tokens()
         self.response.usage = ResponseUsage(
             input_tokens=turn.prompt_tokens,

@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, UnsetType, field
 
 from quire.server.schemas.request_fields import (
     Count,
+    KVTransferParams,
     NumLogprobs,
     PromptLogprobs,
     Searching,
@@ -112,6 +113,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: TokenUsage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -121,3 +123,4 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET

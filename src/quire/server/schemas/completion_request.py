@@ -6,7 +6,13 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
-from quire.server.schemas.request_fields import NumLogprobs, PromptLogprobs, Searching, TokenUsage
+from quire.server.schemas.request_fields import (
+    KVTransferParams,
+    NumLogprobs,
+    PromptLogprobs,
+    Searching,
+    TokenUsage,
+)
 from quire.server.wire.error_responses import invalid
 
 MAX_PROMPTS = 1024
@@ -76,3 +82,4 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: TokenUsage | UnsetType | None = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET

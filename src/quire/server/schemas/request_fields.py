@@ -118,6 +118,20 @@ class Sampling(Addressed, kw_only=True):
     guided_grammar: str | None = None
 
 
+class KVTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Blocks of a prompt that another server is to load, or has left: vLLM's fields."""
+
+    do_remote_decode: bool | None = None  # leave the prompt's blocks for another server
+    do_remote_prefill: bool | None = None  # another server has them
+    remote_engine_id: Text | None = None
+    remote_request_id: Annotated[str, Meta(max_length=64)] | None = None  # of the lease
+    remote_host: Annotated[str, Meta(max_length=256)] | None = None
+    remote_port: Annotated[int, Meta(ge=0, le=65_535)] | None = None
+    remote_num_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    remote_block_ids: list[Any] | None = None  # none: blocks are named by their tokens
+    remote_blocks_expiry_time: float | None = None  # seconds since 1970
+
+
 class GenerationRequest(Sampling, kw_only=True):
     """… and how the answer is to come."""
 
@@ -125,6 +139,7 @@ class GenerationRequest(Sampling, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in logprobs
+    kv_transfer_params: KVTransferParams | None = None
 
 
 class Searching(GenerationRequest, kw_only=True):

@@ -11,6 +11,7 @@ from quire.server.schemas.request_fields import (
     Count,
     FormatType,
     GenerationRequest,
+    KVTransferParams,
     NumLogprobs,
     Text,
     refuse_several,
@@ -190,6 +191,7 @@ class Response(msgspec.Struct, kw_only=True):
     truncation: str
     usage: ResponseUsage | None = None
     user: str | None
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):

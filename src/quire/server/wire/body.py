@@ -36,7 +36,6 @@ UNSUPPORTED: Mapping[str, object] = MappingProxyType(
         "function_call": None,
         "functions": None,
         "guided_whitespace_pattern": None,
-        "kv_transfer_params": None,
         "length_penalty": 1.0,
         "logits_processors": None,
         "lora": None,

@@ -1,0 +1,377 @@
+"""Leased records and the protocol between two servers: whatever an end sends, the other goes on."""
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError
+from quire.tiers import Deadline, TierError, TierFull
+from quire.tiers.record import Checksums, KeyedSeal, Seal
+from quire.tiers.transfer.leased_records import LeasedRecords
+from quire.tiers.transfer.peer_address import PeerAddress
+from quire.tiers.transfer.peer_frames import (
+    FrameKind,
+    Hello,
+    PeerConnection,
+    PeerLost,
+    pack_count,
+    pack_lease,
+    pack_names,
+    read_count,
+    read_lease,
+    read_names,
+)
+from quire.tiers.transfer.peer_server import PeerServer
+from quire.tiers.transfer.peer_tier import PeerTier
+from tiers.shared_tier_cases import buffers, names_of, record_of, soon
+
+SIZE = 20_000
+HELLO = Hello(fingerprint=b"f" * 32, sizes=(SIZE, 64), is_sealed=False, nonce=bytes(32))
+TCP = PeerAddress.parse("tcp://127.0.0.1:0")
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@contextmanager
+def served(
+    address: PeerAddress = TCP,
+    *,
+    size_bytes: int = 100 * SIZE,
+    hello: Hello = HELLO,
+    seal: Seal | None = None,
+    frame_s: float = 5.0,
+) -> Iterator[tuple[PeerServer, LeasedRecords]]:
+    records = LeasedRecords(size_bytes, 100.0)
+    server = PeerServer(address, records, hello, seal or Checksums(), frame_s=frame_s)
+    server.start()
+    try:
+        yield server, records
+    finally:
+        server.close()
+
+
+@contextmanager
+def asked(
+    address: PeerAddress, hello: Hello = HELLO, seal: Seal | None = None
+) -> Iterator[PeerTier]:
+    with closing(PeerTier(address, hello, seal or Checksums())) as peer:
+        yield peer
+
+
+def ask(address: PeerAddress, hello: Hello = HELLO, seal: Seal | None = None) -> int:
+    with asked(address, hello, seal) as peer:
+        return peer.find(names_of(1), soon())
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> PeerAddress:
+    return TCP if request.param == "tcp" else PeerAddress(str(tmp_path / "peer"))
+
+
+class TestLeases:
+    def test_a_lease_is_for_as_many_blocks_as_there_is_room_for(self) -> None:
+        clock = Clock()
+        records = LeasedRecords(1000, 10.0, clock)
+        names = names_of(3)
+        lease, count = records.lease([[300], [300], [300], [300]])
+        assert count == 3
+        assert records.lease([[300]]) == ("", 0)
+        for name in names[:2]:
+            assert records.keep(lease, name, record_of(name, 300))
+        assert not records.wait(lease, 0.0)
+        records.skip(lease, 300)
+        assert records.wait(lease, 0.0)
+        records.check()
+        clock.now_s = 5.0
+        other, count = records.lease([[300], [300]])
+        assert count == 1
+        assert records.keep(other, names[0], record_of(names[0], 300)), "leases share a record"
+        clock.now_s = 11.0
+        assert records.find(names, soon()) == 1, "the second lease has it still"
+        assert not records.keep(lease, names[2], record_of(names[2], 300)), "its time is over"
+        records.release(other)
+        assert records.is_empty
+        assert not records.wait("unknown", 1.0), "nothing to wait for"
+        records.check()
+
+    @settings(max_examples=40)
+    @given(
+        calls=st.lists(
+            st.tuples(st.sampled_from("lksrdt"), st.integers(0, 5), st.integers(1, 400)),
+            max_size=40,
+        )
+    )
+    def test_bytes_and_references_add_up(self, calls: list[tuple[str, int, int]]) -> None:
+        clock, leases = Clock(), [""]
+        records, names = LeasedRecords(1000, 10.0, clock), names_of(6)
+        for call, number, size in calls:
+            lease, name = leases[number % len(leases)], names[number]
+            if call == "l":
+                leases.append(records.lease([[size]] * number)[0])
+            elif call == "k":
+                records.keep(lease, name, record_of(name, size))
+            elif call == "s":
+                records.skip(lease, size)
+            elif call == "r":
+                records.release(lease)
+            elif call == "d":
+                records.drop([name], soon())
+            else:
+                clock.now_s += number
+            records.check()
+        records.close()
+        records.check()
+        assert records.is_empty
+
+
+class TestPeers:
+    def test_records_are_found_loaded_stored_and_released(self, address: PeerAddress) -> None:
+        with served(address) as (server, records):
+            peer, names = PeerTier(server.address, HELLO, Checksums()), names_of(20)
+            lease, count = records.lease([[SIZE]] * 20)
+            assert count == 20
+            waited = threading.Thread(
+                target=lambda: [records.keep(lease, n, record_of(n, SIZE)) for n in names]
+            )
+            waited.start()
+            assert peer.wait(lease, 5.0, soon())
+            assert peer.find(names, soon()) == 20
+            into = buffers(20, SIZE)
+            assert peer.load(names, into, soon()) == 20
+            assert into == [record_of(name, SIZE) for name in names]
+            assert peer.load(names[:2], [*buffers(1, SIZE), *buffers(1, 64)], soon()) == 0
+            assert peer.load([b"?" * 32, *names[:1]], buffers(2, SIZE), soon()) == 0
+            peer.release(lease, soon())
+            assert peer.find(names, soon()) == 0
+            assert peer.store(names, [record_of(name, SIZE) for name in names], soon()) == 20
+            assert peer.load(names, into, soon()) == 20
+            waited.join()
+            peer.close()
+            records.check()
+
+    def test_a_full_peer_takes_as_many_as_it_can(self, address: PeerAddress) -> None:
+        with served(address, size_bytes=3 * SIZE) as (server, records):
+            peer, names = PeerTier(server.address, HELLO, Checksums()), names_of(5)
+            assert peer.store(names, [record_of(name, SIZE) for name in names], soon()) == 3
+            with pytest.raises(TierFull):
+                peer.store(names[3:], [record_of(name, SIZE) for name in names[3:]], soon())
+            with pytest.raises(TierError):
+                peer.store(names[:1], [record_of(names[0], 65)], soon())
+            records.check()
+            peer.close()
+
+    @pytest.mark.parametrize(
+        ("theirs", "said"),
+        [
+            (Hello(fingerprint=b"g" * 32, sizes=HELLO.sizes, is_sealed=False, nonce=bytes(32)),
+             "another fingerprint"),
+            (Hello(fingerprint=b"f" * 32, sizes=(1,), is_sealed=False, nonce=bytes(32)), "bytes"),
+            (Hello(fingerprint=b"f" * 32, sizes=HELLO.sizes, is_sealed=True, nonce=bytes(32)),
+             "sealed"),
+            (Hello(fingerprint=b"f" * 32, sizes=HELLO.sizes, is_sealed=False, nonce=bytes(32),
+                   version=2), "version 2"),
+        ],
+    )  # fmt: skip
+    def test_another_kind_of_records_is_refused_in_words(self, theirs: Hello, said: str) -> None:
+        with served() as (server, _), pytest.raises(TierError, match=said):
+            ask(server.address, theirs)
+
+    def test_who_has_another_key_is_refused(self) -> None:
+        one, other = KeyedSeal(b"1" * 32), KeyedSeal(b"2" * 32)
+        with served(seal=one) as (server, _):
+            assert ask(server.address, HELLO, one) == 0
+            with pytest.raises(TierError, match="another kv_tier_key"):
+                ask(server.address, HELLO, other)
+
+    def test_a_peer_that_was_restarted_is_asked_again(self, tmp_path: Path) -> None:
+        address = PeerAddress(str(tmp_path / "peer"))
+        peer = PeerTier(address, HELLO, Checksums())
+        for _ in range(2):  # a socket that a killed process left is no hindrance
+            with served(address):
+                assert peer.find(names_of(1), soon()) == 0
+            left = socket.socket(socket.AF_UNIX)
+            left.bind(address.path)
+            left.close()
+        with pytest.raises(TierError, match="cannot be reached"):
+            peer.find(names_of(1), soon())
+        peer.close()
+        (tmp_path / "file").touch()
+        with (
+            pytest.raises(ConfigError, match="is not a socket"),
+            served(PeerAddress(str(tmp_path / "file"))),
+        ):
+            pass  # fmt: skip
+
+    def test_a_peer_that_hangs_costs_the_deadline(self, address: PeerAddress) -> None:
+        family = socket.AF_UNIX if address.is_unix else socket.AF_INET
+        with socket.socket(family) as listener:
+            listener.bind(address.path or (address.host, 0))
+            listener.listen()
+            place = address if address.is_unix else PeerAddress("", *listener.getsockname())
+            begun_s = time.monotonic()
+            with pytest.raises(TierError, match="out of time"):
+                PeerTier(place, HELLO, Checksums()).find(names_of(1), Deadline.after(0.1))
+            assert time.monotonic() - begun_s < 2
+
+    def test_another_user_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with served(PeerAddress(str(tmp_path / "peer"))) as (server, _):
+            monkeypatch.setattr(os, "getuid", lambda: 4711)
+            with pytest.raises(TierError, match="user"):
+                ask(server.address)
+
+    def test_too_many_connections_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("quire.tiers.transfer.peer_server.MOST_CONNECTIONS", 1)
+        with served() as (server, _), asked(server.address) as first:
+            assert first.find(names_of(1), soon()) == 0
+            with pytest.raises(TierError, match=r"1 connections already|closed|reset|pipe"):
+                ask(server.address)
+            assert first.find(names_of(1), soon()) == 0
+
+
+class TestFiles:
+    """What comes with a frame over a Unix socket."""
+
+    def test_only_a_sealed_file_of_memory_of_the_right_size_is_read(self, tmp_path: Path) -> None:
+        (tmp_path / "plain").write_bytes(bytes(SIZE))
+        memory = os.memfd_create("m", os.MFD_ALLOW_SEALING)
+        os.write(memory, bytes(SIZE))
+        for file, said in (
+            (os.open(tmp_path / "plain", os.O_RDONLY), "cannot be read"),
+            (memory, "not sealed"),
+            (os.open("/dev/zero", os.O_RDONLY), "cannot be read"),
+            (None, "no file"),
+        ):
+            one, other = (PeerConnection(s, "peer") for s in socket.socketpair())
+            one.send(FrameKind.ANSWER, pack_count(1, [SIZE]), soon(), file=file)
+            frame = other.receive(soon())
+            with pytest.raises(PeerLost, match=said):
+                other.receive_payload(frame, buffers(1, SIZE), soon())
+            one.close()
+        one, other = (PeerConnection(s, "peer") for s in socket.socketpair())
+        one.send_payload(FrameKind.ANSWER, b"", [record_of(b"n", SIZE - 1)], soon())
+        with pytest.raises(PeerLost, match="another size"):
+            other.receive_payload(other.receive(soon()), buffers(1, SIZE), soon())
+        one.close()
+
+    def test_files_that_belong_to_nothing_are_closed(self) -> None:
+        before = set(os.listdir("/proc/self/fd"))
+        ours, theirs = socket.socketpair()
+        own = [os.memfd_create("m") for _ in range(3)]
+        socket.send_fds(ours, [struct.pack("<4sBBI", b"QKVT", 9, 0, 0)], own)
+        with pytest.raises(PeerLost, match="file"):
+            PeerConnection(theirs, "peer").receive(soon())
+        for file in own:
+            os.close(file)
+        ours.close()
+        assert set(os.listdir("/proc/self/fd")) == before
+
+
+_heads = st.tuples(
+    st.sampled_from([b"QKVT", b"QKVt", b"\0\0\0\0"]),
+    st.integers(0, 12),
+    st.sampled_from([0, 0, 0, 1, 255]),
+    st.sampled_from([0, 1, 2, 34, 66, 84, 65_536, 65_537, 2**32 - 1]),
+).map(lambda fields: struct.pack("<4sBBI", *fields))
+_bodies = st.one_of(
+    st.binary(max_size=90),
+    st.just(HELLO.packed()),
+    st.integers(0, 2**16 - 1).map(pack_count),
+    st.just(pack_names(names_of(1), [2**63])),
+)
+_bytes = st.lists(st.one_of(_heads, _bodies), max_size=6).map(b"".join)
+
+
+@pytest.mark.parametrize("read", [
+    lambda body: Hello.read(body), lambda body: read_count(body, 8, with_sizes=True),
+    lambda body: read_names(body, 8, with_sizes=True), read_lease,
+])  # fmt: skip
+@given(body=st.one_of(_bytes, st.binary(max_size=200)))
+@settings(max_examples=60)
+def test_any_body_is_read_or_refused(read, body: bytes) -> None:  # type: ignore[no-untyped-def]
+    found = read(body)
+    assert found is None or found
+
+
+@settings(max_examples=60)
+@given(data=_bytes, is_unix=st.booleans())
+def test_any_answer_is_read_or_an_error(data: bytes, is_unix: bool) -> None:
+    """A server that sends these bytes, and then nothing."""
+    if is_unix:
+        ours, theirs = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            theirs = socket.create_connection(listener.getsockname())
+            ours, _ = listener.accept()
+    ours.sendall(data)
+    ours.shutdown(socket.SHUT_WR)
+    connection, room = PeerConnection(theirs, "peer"), bytearray(b"\xa5" * 96)
+    with suppress(TierError):
+        while True:
+            frame = connection.answer(soon())
+            told = read_count(frame.body, 4, with_sizes=True)
+            if told and told[1] == [64]:
+                connection.receive_payload(frame, [memoryview(room)[16:-16]], soon())
+    connection.close()
+    ours.close()
+    assert room[:16] == room[-16:] == b"\xa5" * 16
+
+
+def test_any_questions_end_a_connection_and_nothing_else() -> None:
+    """Bytes thrown at a server, before and after a handshake; it then serves others as ever."""
+    with served(frame_s=0.2) as (server, records):
+
+        @settings(max_examples=40)
+        @given(data=_bytes, shakes_hands=st.booleans())
+        def throw(data: bytes, shakes_hands: bool) -> None:
+            peer = PeerTier(server.address, HELLO, Checksums())
+            if shakes_hands:
+                connection = peer._connected(soon())
+                stream = connection._stream
+            else:
+                stream = socket.create_connection((server.address.host, server.address.port))
+            with suppress(OSError):
+                stream.settimeout(2)
+                stream.sendall(data)
+                stream.shutdown(socket.SHUT_WR)
+                while stream.recv(4096):
+                    pass
+            stream.close()
+
+        throw()
+        assert ask(server.address) == 0
+        records.check()
+        stalled = PeerTier(server.address, HELLO, Checksums())._connected(soon())
+        stalled._stream.sendall(b"QKVT")  # and no more
+        stalled._stream.settimeout(5)
+        with suppress(ConnectionError):
+            assert stalled._stream.recv(1) == b"", "the server ends it"
+        stalled.close()
+
+
+def test_addresses() -> None:
+    for text in ("unix:/run/quire/peer", "tcp://127.0.0.1:1", "tcp://[::1]:65535", "tcp://a-b.c:9"):
+        assert str(PeerAddress.parse(text)) == text
+    for text in ("unix:peer", "unix:/" + "a" * 107, "tcp://host", "tcp://host:65536", "http://a:1",
+                 "tcp://a:1/x", 7, "unix:/a\0b"):  # fmt: skip
+        with pytest.raises(ConfigError, match="no address of a peer"):
+            PeerAddress.parse(text)
+    assert PeerAddress.told("unix:/a", 5) == PeerAddress("/a")
+    assert str(PeerAddress.told("::1", 5)) == "tcp://[::1]:5"
+
+
+def test_leases_in_questions() -> None:
+    assert read_lease(pack_lease("abc", 1.5)) == ("abc", 1.5)
