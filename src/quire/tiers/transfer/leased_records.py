@@ -24,7 +24,7 @@ _NAME_BYTES = 16  # of randomness: whoever has a lease's name may end it
 
 
 @dataclass(slots=True, eq=False)
-class _Record:
+class _LeasedRecord:
     data: npt.NDArray[np.uint8]
     num_leases: int = 0
 
@@ -56,7 +56,7 @@ class LeasedRecords:
         self._clock = clock
         self._lock = threading.Lock()
         self._is_whole = threading.Condition(self._lock)
-        self._records: dict[Name, _Record] = {}
+        self._records: dict[Name, _LeasedRecord] = {}
         self._leases: dict[str, _Lease] = {}  # those that end first come first
         self._used_bytes = self._reserved_bytes = 0
         self._is_open = True
@@ -104,7 +104,7 @@ class LeasedRecords:
             known = self._records.get(name)
             if known is None:
                 data = np.frombuffer(record, np.uint8)
-                known = _Record(data if is_own else data.copy())
+                known = _LeasedRecord(data if is_own else data.copy())
             self._settle(own, len(record))
             self._enter(own, name, known)
         return True
@@ -232,7 +232,7 @@ class LeasedRecords:
         own.reserved_bytes -= given
         self._reserved_bytes -= given
 
-    def _enter(self, own: _Lease, name: Name, record: _Record) -> None:
+    def _enter(self, own: _Lease, name: Name, record: _LeasedRecord) -> None:
         if name in own.names:
             return
         if name not in self._records:
