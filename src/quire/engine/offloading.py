@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,7 @@ _IDLE_S = 0.02  # between two questions to an engine that has more to store
 _CLOSE_S = 5.0  # to store what was copied out
 _NEW_SHARE = 0.2  # of a new measurement, in a mean
 _LONGEST_KEY = 4096  # bytes of a key's file
+_DRAINED_AT_ONCE = 16  # blocks that go to a thread together
 _MOST_TRIED = 64  # ends of a prefix, where windows or states must be there too
 
 Bytes = npt.NDArray[np.uint8]
@@ -240,6 +241,7 @@ class _Outgoing:
     buffer: Bytes
     is_sealed: bool | None = None  # None: the buffer has no header yet
     lease: str = ""  # for another server, and for no tier
+    is_last: bool = False  # only for what keeps it when this process has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,10 @@ class _Drop:
     """Blocks of which tiers are to forget all records."""
 
     blocks: list[BlockIdentity]
+
+
+# An event is set once all before it is stored.
+_ToStore: TypeAlias = list[_Outgoing] | LoadJob | _Drop | threading.Event
 
 
 class ThreadedCarrier:
@@ -264,6 +270,7 @@ class ThreadedCarrier:
         staging: Staging,
         *,
         transfer: PeerTransfer | None = None,  # blocks for other servers, and theirs
+        only_reads: bool = False,  # tiers; a peer may be given blocks all the same
         has_threads: bool = True,  # without them the caller works
     ) -> None:
         # Copies more out, unless steps do. Returns False to be called again: there is more.
@@ -271,6 +278,12 @@ class ThreadedCarrier:
         self.tiers, self.staging, self._transfer = tuple(tiers), staging, transfer
         self._groups, self._block_size, self._copies = tuple(groups), block_size, copies
         # A buffer holds the longest header that a tier has, and the payload at its end.
+        drains_to = None if transfer is None else transfer.drain_to
+        # What keeps records when this process has ended.
+        self._lasting = (
+            *(tier for tier in tiers if _lasts(tier) and not only_reads),
+            *(() if drains_to is None else (drains_to,)),
+        )
         formats = [tier.formats for tier in tiers]
         formats += () if transfer is None else transfer.formats
         self._sizes = [max(each[n].num_bytes for each in formats) for n in range(len(groups))]
@@ -287,7 +300,7 @@ class ThreadedCarrier:
         self._came = threading.Condition()
         self._outgoing: list[_Outgoing] = []
         self._to_load: SimpleQueue[tuple[LoadJob, float] | RemoteBlocks | None] = SimpleQueue()
-        self._to_store: SimpleQueue[list[_Outgoing] | LoadJob | _Drop | None] = SimpleQueue()
+        self._to_store: SimpleQueue[_ToStore | None] = SimpleQueue()
         self._dropping: Counter[bytes] = Counter()  # chains of blocks that are not loaded
         self._stop_s: float | None = None  # monotonic: no record is stored after it
         self._load_s = self._copy_s = self._store_s = 0.0  # of a block
@@ -369,6 +382,25 @@ class ThreadedCarrier:
         if self._outgoing:
             self._to_store.put(self._outgoing)
             self._outgoing = []
+
+    @property
+    def may_drain(self) -> bool:
+        return any(tier.may_store for tier in self._lasting)
+
+    def copy_to_last(self, group: int, block: int, identity: BlockIdentity) -> bool:
+        buffer = self.staging.take(self._sizes[group], share=_STORE_SHARE)
+        if buffer is None:
+            return False
+        self._copies.out(group, block, buffer[-self._payloads[group] :])
+        self._outgoing.append(_Outgoing(group, identity, buffer, is_last=True))
+        if len(self._outgoing) >= _DRAINED_AT_ONCE:
+            self.send()
+        return True
+
+    def wait_until_stored(self, seconds: float) -> None:
+        stored = threading.Event()
+        self._to_store.put(stored)
+        stored.wait(seconds)
 
     def drop(self, blocks: Iterable[BlockIdentity]) -> None:
         several = list(blocks)
@@ -585,9 +617,11 @@ class ThreadedCarrier:
         while (task := self._next_to_store()) is not None:
             self._store(task)
 
-    def _store(self, task: list[_Outgoing] | LoadJob | _Drop) -> None:
+    def _store(self, task: _ToStore) -> None:
         try:
-            if isinstance(task, _Drop):
+            if isinstance(task, threading.Event):
+                task.set()
+            elif isinstance(task, _Drop):
                 self._drop_records(task)
             elif isinstance(task, LoadJob):
                 self._free_records(task)
@@ -596,7 +630,7 @@ class ThreadedCarrier:
         except Exception:  # of a tier of another package
             log.exception("blocks cannot be stored in tiers")
 
-    def _next_to_store(self) -> list[_Outgoing] | LoadJob | _Drop | None:
+    def _next_to_store(self) -> _ToStore | None:
         """Wait for the next task. An engine without steps is asked for what it still has."""
         while self.when_idle is not None:
             try:
@@ -616,7 +650,9 @@ class ThreadedCarrier:
             for each in several:
                 if each.lease and self._transfer is not None:
                     self._transfer.keep(each.lease, each.group, each.identity, each.buffer.data)
-            self._store_in_each(self.tiers, [each for each in several if not each.lease])
+            self._store_in_each(self._lasting, [each for each in several if each.is_last])
+            usual = [each for each in several if not (each.lease or each.is_last)]
+            self._store_in_each(self.tiers, usual)
         finally:
             for each in several:
                 self.staging.give(each.buffer)
@@ -676,6 +712,11 @@ class ThreadedCarrier:
 def _is_full(group: Group) -> bool:
     """Tell whether a sequence reads all of its blocks in a group, however long it is."""
     return not isinstance(group.spec, KeptWhole) and int(group.live_start(2**40)) == 0
+
+
+def _lasts(tier: GuardedTier) -> bool:
+    """Tell whether a tier's records are of use when this process has ended."""
+    return tier.traits.is_persistent or tier.traits.is_shared
 
 
 def _mean(mean: float, new: float) -> float:
@@ -756,6 +797,7 @@ def make_offloading(
             tiers,
             Staging(staging_bytes(kv.accounting.groups, block_size)),
             transfer=transfer,
+            only_reads=config.kv_tier_write == "never",
         )
         undo.pop_all()
     return OffloadPolicy(
