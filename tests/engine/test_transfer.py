@@ -12,6 +12,7 @@ import pytest
 from engine.test_llm import ids, model_of, prompts
 from engine.test_offloading import GREEDY, made, offload, until
 from quire import LLM, SamplingParams
+from quire.engine.scheduling.offload_policy import OffloadPolicy
 from quire.errors import ConfigError, RequestError
 from quire.tiers.transfer.peer_frames import FrameKind, pack_count
 from quire.tiers.transfer.peer_server import PeerServer
@@ -219,3 +220,38 @@ def test_without_a_config_the_params_have_no_effect_and_wrong_types_are_refused(
 def test_a_path_that_cannot_be_bound_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be bound"):
         producer(f"unix:{tmp_path}/none/peer")
+
+
+def test_an_engine_that_stops_leaves_its_hottest_blocks_to_a_peer_and_in_a_folder(
+    where: str, tmp_path: Path, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it has stored nothing before; what is read from the peer is in its own memory."""
+    folder = f"file:{tmp_path}/folder?size=1GiB&reserve=0"
+    with producer(where) as heir:
+        last = transfer("kv_consumer", peers=[where], drain_to=where)
+        with made(kv_transfer_config=last, kv_tier=(folder,), kv_tier_write="never") as reader:
+            assert offload(reader)._carrier._lasting == tuple(  # type: ignore[attr-defined]
+                offload(reader)._carrier._transfer.peers.values()  # type: ignore[attr-defined]
+            )
+        monkeypatch.setattr(OffloadPolicy, "store", lambda *_, **__: None)
+        with made(kv_transfer_config=last, kv_tier=(folder,)) as old:
+            goes_on(old, None)
+            old.generate(prompts([50]), ONE)
+            assert old.store_hottest(20.0) >= 6
+        assert old.store_hottest(1.0) == 0
+        monkeypatch.undo()
+        assert goes_on(heir, None) == (expected, 96)
+    with made(kv_tier=(folder,)) as new:
+        assert goes_on(new, None) == (expected, 96)
+
+
+def test_a_drain_ends_with_its_time_and_parents_go_first(tmp_path: Path) -> None:
+    with made(kv_tier=(f"file:{tmp_path}?size=1GiB&reserve=0",)) as llm:
+        llm.generate(prompts([100, 75]), ONE)
+        nodes = llm.accounting.hottest_nodes()  # type: ignore[attr-defined]
+        index = llm.accounting.index  # type: ignore[attr-defined]
+        assert len(nodes) == len(set(nodes)) >= 10
+        roots = {index.parent(node) for node in nodes} - set(nodes)
+        for at, node in enumerate(nodes):
+            assert index.parent(node) in roots | set(nodes[:at])
+        assert llm.store_hottest(0.0) == 1

@@ -172,6 +172,11 @@ class AsyncLLM:
         """Sleep as ``LLM.sleep`` does, between two steps."""
         return await asyncio.wrap_future(self._tracker.call(partial(self.llm.sleep, level)))
 
+    async def store_hottest(self, seconds: float) -> int:
+        """Store blocks as ``LLM.store_hottest`` does, between two steps, for so many seconds."""
+        store = partial(self.llm.store_hottest, seconds)
+        return await asyncio.wrap_future(self._tracker.call(store))
+
     async def wake_up(self) -> None:
         """Wake up as ``LLM.wake_up`` does. After an error the LLM stays asleep."""
         await asyncio.wrap_future(self._tracker.call(self.llm.wake_up, fatal=False))

@@ -487,6 +487,19 @@ class LLM:
         """Whether the LLM was put to sleep."""
         return self.sleep_level > 0
 
+    def store_hottest(self, seconds: float) -> int:
+        """Store the hottest cached blocks for those who come after, for so many seconds.
+
+        They go to tiers that persist or are shared, and to the peer ``drain_to`` of
+        ``kv_transfer_config``. No step is run meanwhile. Returns: the number of blocks copied out.
+        """
+        with self._elastic.lock:
+            offload = None if self._closed else self.engine.scheduler.offload
+            if offload is None or self.is_sleeping:
+                return 0
+            offload.check_model()
+            return offload.drain(seconds)
+
     def close(self) -> None:
         """End what still runs, and give the model and all KV memory back.
 

@@ -59,6 +59,7 @@ _CLOSE_S = 5.0  # to store what was copied out
 CLEAR_S = 60.0  # that all tiers may take to forget a namespace
 _NEW_SHARE = 0.2  # of a new measurement, in a mean
 _LONGEST_KEY = 4096  # bytes of a key's file
+_DRAINED_AT_ONCE = 16  # blocks that go to a thread together
 _MOST_TRIED = 64  # ends of a prefix, where windows or states must be there too
 
 Bytes = npt.NDArray[np.uint8]
@@ -248,6 +249,7 @@ class _Outgoing:
     buffer: Bytes
     is_sealed: bool | None = None  # None: the buffer has no header yet
     lease: str = ""  # for another server, and for no tier
+    is_last: bool = False  # only for what keeps it when this process has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +266,8 @@ class _Clear:
     done: "Future[Mapping[str, str]]" = field(default_factory=Future)  # why one has not, by name
 
 
-_Task: TypeAlias = list[_Outgoing] | LoadJob | _Drop | _Clear
+# An event is set once all before it is stored.
+_Task: TypeAlias = list[_Outgoing] | LoadJob | _Drop | _Clear | threading.Event
 
 
 class ThreadedCarrier:
@@ -273,7 +276,7 @@ class ThreadedCarrier:
     Records of all tiers are equally long. A tier that is sealed has names and bytes of its own.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what an engine has, and what its options say
         self,
         groups: Sequence[Group],
         block_size: int,
@@ -282,6 +285,7 @@ class ThreadedCarrier:
         staging: Staging,
         *,
         transfer: PeerTransfer | None = None,  # blocks for other servers, and theirs
+        only_reads: bool = False,  # tiers; a peer may be given blocks all the same
         has_threads: bool = True,  # without them the caller works
         keeps_events: bool = False,
     ) -> None:
@@ -290,6 +294,12 @@ class ThreadedCarrier:
         self.tiers, self.staging, self._transfer = tuple(tiers), staging, transfer
         self._groups, self._block_size, self._copies = tuple(groups), block_size, copies
         # A buffer holds the longest header that a tier has, and the payload at its end.
+        drains_to = None if transfer is None else transfer.drain_to
+        # What keeps records when this process has ended.
+        self._lasting = (
+            *(tier for tier in tiers if _lasts(tier) and not only_reads),
+            *(() if drains_to is None else (drains_to,)),
+        )
         formats = [tier.formats for tier in tiers]
         formats += () if transfer is None else transfer.formats
         self._sizes = [max(each[n].num_bytes for each in formats) for n in range(len(groups))]
@@ -398,6 +408,25 @@ class ThreadedCarrier:
         if self._outgoing:
             self._to_store.put(self._outgoing)
             self._outgoing = []
+
+    @property
+    def may_drain(self) -> bool:
+        return any(tier.may_store for tier in self._lasting)
+
+    def copy_to_last(self, group: int, block: int, identity: BlockIdentity) -> bool:
+        buffer = self.staging.take(self._sizes[group], share=_STORE_SHARE)
+        if buffer is None:
+            return False
+        self._copies.out(group, block, buffer[-self._payloads[group] :])
+        self._outgoing.append(_Outgoing(group, identity, buffer, is_last=True))
+        if len(self._outgoing) >= _DRAINED_AT_ONCE:
+            self.send()
+        return True
+
+    def wait_until_stored(self, seconds: float) -> None:
+        stored = threading.Event()
+        self._to_store.put(stored)
+        stored.wait(seconds)
 
     def drop(self, blocks: Iterable[BlockIdentity]) -> None:
         several = list(blocks)
@@ -691,7 +720,9 @@ class ThreadedCarrier:
 
     def _store(self, task: _Task) -> None:
         try:
-            if isinstance(task, _Drop):
+            if isinstance(task, threading.Event):
+                task.set()
+            elif isinstance(task, _Drop):
                 self._drop_records(task)
             elif isinstance(task, _Clear):
                 self._clear_all(task)
@@ -722,7 +753,9 @@ class ThreadedCarrier:
             for each in several:
                 if each.lease and self._transfer is not None:
                     self._transfer.keep(each.lease, each.group, each.identity, each.buffer.data)
-            self._store_in_each(self.tiers, [each for each in several if not each.lease])
+            self._store_in_each(self._lasting, [each for each in several if each.is_last])
+            usual = [each for each in several if not (each.lease or each.is_last)]
+            self._store_in_each(self.tiers, usual)
         finally:
             for each in several:
                 self.staging.give(each.buffer)
@@ -833,8 +866,13 @@ def _is_full(group: Group) -> bool:
     return not isinstance(group.spec, KeptWhole) and int(group.live_start(2**40)) == 0
 
 
+def _lasts(tier: GuardedTier) -> bool:
+    """Tell whether a tier's records are of use when this process has ended."""
+    return tier.traits.is_persistent or tier.traits.is_shared
+
+
 def _medium(tier: GuardedTier) -> Medium:
-    return "STORAGE" if tier.traits.is_shared or tier.traits.is_persistent else "CPU"
+    return "STORAGE" if _lasts(tier) else "CPU"
 
 
 def _mean(mean: float, new: float) -> float:
@@ -922,6 +960,7 @@ def make_offloading(
             Staging(staging_bytes(kv.accounting.groups, block_size)),
             keeps_events=config.kv_events_config is not None and config.kv_events_config.publishes,
             transfer=transfer,
+            only_reads=config.kv_tier_write == "never",
         )
         undo.pop_all()
     return OffloadPolicy(

@@ -515,6 +515,13 @@ class ExternalBlocks(Accounting, Protocol):
         """List the index's nodes of a sequence's full blocks, from its first one on."""
         ...
 
+    def hottest_nodes(self) -> list[int]:
+        """List the index's nodes of cached blocks: those that are evicted last come first.
+
+        Each comes behind its parent.
+        """
+        ...
+
     def reserve_blocks(
         self, pin_id: int, token_ids: TokenIds, keys: PrefixKeys = NO_KEYS
     ) -> list[tuple[int, Ids]] | None:

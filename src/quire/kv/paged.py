@@ -299,6 +299,24 @@ class BlockCoordinator:
         """List the index's nodes of a sequence's full blocks, from its first one on."""
         return self._cache.computed_nodes(self.tables.rows[seq_id])
 
+    def hottest_nodes(self) -> list[int]:
+        """List the index's nodes of cached blocks: those that are evicted last come first.
+
+        Each comes behind its parent.
+        """
+        seen: dict[int, None] = {}  # in order
+        for number in self._numbers:
+            pool = self.pools[number]
+            blocks, _ = pool.evictable.order()
+            for row in pool.nodes[blocks[::-1]].tolist():
+                path = []
+                for each in self.index.upwards(row):
+                    if each in seen:
+                        break
+                    path.append(each)
+                seen.update(dict.fromkeys(reversed(path)))
+        return [self.index.node(row) for row in seen]
+
     def reserve_blocks(
         self, pin_id: int, token_ids: TokenIds, keys: PrefixKeys = NO_KEYS
     ) -> list[tuple[int, Ids]] | None:

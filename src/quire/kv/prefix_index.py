@@ -13,7 +13,7 @@ Source: SGLang's radix cache compares token ids too; the chained SHA-256 is as v
 
 import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal, TypeAlias, TypeVar
@@ -216,13 +216,15 @@ class PrefixIndex:
 
     def path(self, row: int) -> list[int]:
         """List the rows from the first block down to this one, without the root's."""
-        path = []
+        return list(self.upwards(row))[::-1]
+
+    def upwards(self, row: int) -> Iterator[int]:
+        """Yield this row and those of its ancestors, up to the first block's."""
         parent = self._key(row)[0]
         while parent != _NO_PARENT:
-            path.append(row)
+            yield row
             row = parent & _ROW
             parent = self._key(row)[0]
-        return path[::-1]
 
     def places(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return how many blocks come before each of these rows' and the rows above them.

@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
+from quire.errors import QuireError
 from quire.server.app import make_app
 from quire.server.connections import UNIX_PEER, Connection, LoopErrors
 from quire.server.listen import Listeners, StartUp, refused, start_up
@@ -135,10 +136,24 @@ async def _drain(service: Service, timeout_s: float) -> None:
         "stops at once",
         timeout_s,
     )
-    if not await service.drain(timeout_s):
+    until_s = time.monotonic() + timeout_s
+    if await service.drain(timeout_s):
+        await _leave_blocks(service.llm, until_s - time.monotonic())
+    else:
         log.warning(
             "after %g s (shutdown_timeout) the requests that still run are aborted", timeout_s
         )
+
+
+async def _leave_blocks(llm: AsyncLLM, left_s: float) -> None:
+    """Store the hottest cached blocks for those who come after, in what is left of the time."""
+    try:
+        num_blocks = await llm.store_hottest(left_s) if left_s > 0 else 0
+    except QuireError as error:  # the engine has failed meanwhile
+        log.warning("cached blocks cannot be stored: %s", error)
+        return
+    if num_blocks:
+        log.info("%d cached blocks are stored for those who come after", num_blocks)
 
 
 async def _failure(llm: AsyncLLM) -> Exception:

@@ -107,6 +107,19 @@ class BlockCarrier(Protocol):
         """Wait until something that was copied out is stored, or for so many seconds."""
         ...
 
+    @property
+    def may_drain(self) -> bool:
+        """Whether some tier keeps records when this process has ended, or a peer does."""
+        ...
+
+    def copy_to_last(self, group: int, block: int, identity: BlockIdentity) -> bool:
+        """Copy a block to staging memory for those. Return False if there is no room now."""
+        ...
+
+    def wait_until_stored(self, seconds: float) -> None:
+        """Wait until all that was sent is stored, or for so many seconds."""
+        ...
+
     def drop(self, blocks: Iterable[BlockIdentity]) -> None:
         """Have tiers forget these blocks' records."""
         ...
@@ -491,6 +504,33 @@ class OffloadPolicy:
                 break
         if sent:
             self._carrier.send()
+
+    def drain(self, seconds: float) -> int:
+        """Store the hottest cached blocks where they outlive this engine, for so many seconds.
+
+        Parents go before children: without them nothing is found. Returns: blocks copied out.
+        """
+        index, count = self._blocks.index, 0
+        if self._is_off or self._is_closed or not self._carrier.may_drain:
+            return count
+        stop_s = self._clock() + seconds
+        for node in self._blocks.hottest_nodes():
+            identity, row = index.identity(node), index.row(node)
+            for number, blocks in enumerate(index.blocks):
+                block = int(blocks[row])
+                if identity is None or block == NO_BLOCK:
+                    continue
+                while not self._carrier.copy_to_last(number, block, identity):
+                    self._carrier.send()
+                    if self._clock() >= stop_s:
+                        return count
+                    self._carrier.wait_for_room(stop_s - self._clock())
+            count += 1
+            if self._clock() >= stop_s:
+                break
+        self._carrier.send()
+        self._carrier.wait_until_stored(max(0.0, stop_s - self._clock()))
+        return count
 
     def check_model(self) -> None:
         """Stop if the model is not the one that records are named after."""

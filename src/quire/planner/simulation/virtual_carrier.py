@@ -166,6 +166,14 @@ class VirtualCarrier:
         if self._staged_bytes >= staged:
             self._clock.wait_until(stop_s)
 
+    may_drain = False  # a simulation ends with its trace
+
+    def copy_to_last(self, group: int, block: int, identity: BlockIdentity) -> bool:
+        return False
+
+    def wait_until_stored(self, seconds: float) -> None:
+        """Do nothing: what is stored has been stored at once."""
+
     def drop(self, blocks: Iterable[BlockIdentity]) -> None:
         for block in blocks:
             for group in range(len(self._groups)):
