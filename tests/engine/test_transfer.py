@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.test_llm import ids, model_of, prompts
 from engine.test_offloading import GREEDY, made, offload, until
@@ -90,6 +91,9 @@ def test_a_prompt_is_computed_by_one_and_continued_by_another(
         records = offload(prefill)._carrier._transfer.records  # type: ignore[attr-defined]
         assert goes_on(decode, {**params, "tp_size": 1}) == (expected, 96)
         assert offload(decode).counts.hit_tokens == 96
+        assert decode.tiers is not None
+        [peer] = decode.tiers.tiers
+        assert (peer.hit_tokens, peer.state, peer.is_shared) == (96, "ok", True)
         until(lambda: records.is_empty)  # released
         records.check()
         decode.engine.scheduler.check()
@@ -206,6 +210,23 @@ def test_other_weights_end_all_leases(where: str) -> None:
         assert records.is_empty
         [found] = prefill.generate(prompts([PROMPT]), ONE, kv_transfer_params=LEAVE)
         assert found.kv_transfer_params is None
+
+
+def test_records_of_a_broken_model_are_not_given_away(where: str) -> None:
+    """The prompt was offered with its first token; the second one's logits are no numbers."""
+    with producer(where) as prefill:
+        sampler: Any = prefill.engine._sampler
+        sample, steps = sampler.sample, []
+
+        def broken(logits: torch.Tensor, plan: Any) -> Any:
+            steps.append(plan)
+            return sample(torch.full_like(logits, torch.nan) if len(steps) > 2 else logits, plan)
+
+        sampler.sample = broken
+        [found] = prefill.generate(prompts([PROMPT]), GREEDY, kv_transfer_params=LEAVE)
+        assert found.finish_reason == "error"
+        records: Any = offload(prefill)._carrier._transfer.records  # type: ignore[attr-defined]
+        until(lambda: records.is_empty)
 
 
 def test_without_a_config_the_params_have_no_effect_and_wrong_types_are_refused() -> None:

@@ -294,6 +294,8 @@ class ThreadedCarrier:
         self.tiers, self.staging, self._transfer = tuple(tiers), staging, transfer
         self._groups, self._block_size, self._copies = tuple(groups), block_size, copies
         # A buffer holds the longest header that a tier has, and the payload at its end.
+        # What records come from: its own tiers first, and then what others have left.
+        self._sources = (*self.tiers, *(() if transfer is None else transfer.tiers))
         drains_to = None if transfer is None else transfer.drain_to
         # What keeps records when this process has ended.
         self._lasting = (
@@ -325,8 +327,9 @@ class ThreadedCarrier:
         for tier in self._told:
             tier.take_evicted()  # so that it begins to remember them
         self._num_clearing = 0  # while there is one, nothing is found
-        self._hit_tokens = [0] * len(tiers)  # the engine's thread writes them …
-        self._promotion_s = [Histogram(PROMOTION_SECONDS) for _ in tiers]  # … and the loading one
+        self._hit_tokens = [0] * len(self._sources)  # the engine's thread writes them …
+        # … and the loading one these.
+        self._promotion_s = [Histogram(PROMOTION_SECONDS) for _ in self._sources]
         self._dropping: Counter[bytes] = Counter()  # chains of blocks that are not loaded
         self._stop_s: float | None = None  # monotonic: no record is stored after it
         self._load_s = self._copy_s = self._store_s = 0.0  # of a block
@@ -443,8 +446,8 @@ class ThreadedCarrier:
                 if isinstance(loaded, _Loaded):
                     tier = loaded.tier
                     break
-            if tier in self.tiers:  # and no peer's
-                self._hit_tokens[self.tiers.index(tier)] += self._block_size
+            if tier is not None:
+                self._hit_tokens[self._sources.index(tier)] += self._block_size
 
     def take_events(self) -> list[BlockEvent]:
         if not self._events:
@@ -454,10 +457,10 @@ class ThreadedCarrier:
         return events
 
     def report(self) -> tuple[TierReport, ...]:
-        return tuple(map(self._report, range(len(self.tiers))))
+        return tuple(map(self._report, range(len(self._sources))))
 
     def _report(self, at: int) -> TierReport:
-        tier = self.tiers[at]
+        tier = self._sources[at]
         counts, usage, traits = tier.counted(), tier.usage(), tier.traits
         return TierReport(
             name=tier.name,
@@ -483,7 +486,7 @@ class ThreadedCarrier:
         )
 
     def trust(self, name: str | None) -> None:
-        for tier in self.tiers:
+        for tier in self._sources:
             if name in (None, tier.name):
                 tier.trust()
 
@@ -595,8 +598,7 @@ class ThreadedCarrier:
         for tier in {
             loaded.tier for loaded in job.payloads.values() if isinstance(loaded, _Loaded)
         }:
-            if tier in self.tiers:
-                self._promotion_s[self.tiers.index(tier)].observe(took_s)
+            self._promotion_s[self._sources.index(tier)].observe(took_s)
 
     def _run(self, job: LoadJob, count: int, deadline: Deadline) -> list[list[_Wanted]]:
         """Find the longest run of blocks, of at most ``count``, each from the nearest tier."""
@@ -812,6 +814,8 @@ class ThreadedCarrier:
                 time.sleep(_DROP_AGAIN_S)  # no wrong record may stay where it can be found
             groups = range(len(tier.formats))
             self._tell_lost(tier, [(group, block) for block in drop.blocks for group in groups])
+        if self._transfer is not None:
+            self._transfer.drop(drop.blocks)
         with self._came:
             self._dropping -= Counter(block.chain for block in drop.blocks)
 
@@ -826,6 +830,7 @@ class ThreadedCarrier:
                 why = str(error) or type(error).__name__
             if why is not None:
                 left[tier.name] = why
+        self.end_leases()
         with self._came:
             self._num_clearing -= 1
             for told in self._told.values():
@@ -839,7 +844,7 @@ class ThreadedCarrier:
 
     def _tell_kept(self, tier: GuardedTier, several: list[tuple[Name, int, BlockIdentity]]) -> None:
         """Tell which copies a tier has, and which it has evicted for them."""
-        if self._events is None:
+        if self._events is None or tier not in self.tiers:  # a peer's are not ours to tell
             return
         medium, told = _medium(tier), self._told.get(tier)
         events = list[BlockEvent]()
@@ -857,7 +862,7 @@ class ThreadedCarrier:
     def _tell_lost(self, tier: GuardedTier, several: list[tuple[int, BlockIdentity]]) -> None:
         """Tell which copies a tier was made to forget."""
         with self._came:
-            if self._events is not None and not self._num_clearing:
+            if self._events is not None and tier in self.tiers and not self._num_clearing:
                 self._events += (block.removed(group, _medium(tier)) for group, block in several)
 
 

@@ -118,6 +118,11 @@ class PeerTransfer:
         return self._formats
 
     @property
+    def tiers(self) -> tuple[GuardedTier, ...]:
+        """Return where records of others are found: peers, and what they have left here."""
+        return (*self.peers.values(), *(() if self._leased is None else (self._leased,)))
+
+    @property
     def drain_to(self) -> GuardedTier | None:
         """Return the peer that gets the hottest blocks at the end."""
         address = self._config.extras.drain_to
@@ -156,6 +161,11 @@ class PeerTransfer:
         header, view = form.header(identity), buffer[-form.num_bytes :]
         form.finish(view, header)
         self.records.keep(lease, form.name(header), view)
+
+    def drop(self, blocks: Sequence[BlockIdentity]) -> None:
+        """Forget what is leased of these blocks: they are wrong."""
+        names = [form.name(form.header(block)) for block in blocks for form in self._own_formats]
+        self.records.drop(names, Deadline.after(_RELEASE_S))
 
     def skip(self, group: int, lease: str) -> None:
         """Note that a block does not come that memory was leased for."""
