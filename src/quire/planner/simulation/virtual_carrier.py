@@ -172,7 +172,7 @@ class VirtualCarrier:
         return False
 
     def wait_until_stored(self, seconds: float) -> None:
-        """Do nothing: what is stored has been stored at once."""
+        """Return before any of the ``seconds``: what is sent is stored at once."""
 
     def drop(self, blocks: Iterable[BlockIdentity]) -> None:
         for block in blocks:
