@@ -26,9 +26,10 @@ def _ask(process: Process, num_cases: int) -> Asker:
 
 def test_answers_are_as_described(process: Process) -> None:
     asker = _ask(process, 14)
+    never = ("{", "/v1/audio/", "/tiers/trust")  # the demo model hears nothing, and has no tiers
     for operation in asker.operations:  # and some of them come through
         path = f"{operation.method} {operation.path}"
-        if "{" not in path and "/v1/audio/" not in path:  # the demo model hears nothing
+        if not any(part in path for part in never):
             assert asker.tally.statuses[path, 200], str(asker.tally)
 
 
