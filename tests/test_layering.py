@@ -48,13 +48,16 @@ MAY_IMPORT = {
     "engine.kv_sizing": "errors units config spec memory kv",
     "engine.kv_cache": "errors memory kv",
     "engine.interfaces": "kv engine.sequence engine.step_plan engine.scheduling",
+    "engine.transfer": "errors units config kv tiers engine.sequence engine.scheduling",
+    "engine.offloading": "errors units spec kv tiers engine.sequence engine.statistics"
+    " engine.scheduling engine.kv_cache engine.transfer",
     "engine.core": "errors units engine.sequence engine.step_plan engine.scheduling"
     " engine.scheduler engine.interfaces",
     "engine": "errors units config spec memory kv tiers attention models devices"
     " sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.detokenizer engine.kv_sizing engine.kv_cache"
-    " engine.sampling engine.structured",
+    " engine.sampling engine.structured engine.transfer engine.offloading",
     "planner": "errors units traces config spec memory kv tiers sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.kv_sizing figures",
@@ -103,7 +106,7 @@ TORCH_FREE = (
     *("errors", "units", "kept_files", "config", "spec", "memory", "kv"),
     *("sampling_params", "engine.sequence", "engine.step_plan"),
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
-    *("engine.interfaces", "engine.core", "engine.kv_cache"),
+    *("engine.interfaces", "engine.core", "engine.kv_cache", "engine.offloading"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),
     "server.run",
 )

@@ -146,7 +146,7 @@ def test_what_goes_wrong_is_computed(
         assert "a record is not what was stored (checksum)" in caplog.text
         monkeypatch.undo()
 
-        records.size_bytes = records.usage().used_bytes + 2 * carrier._sizes[0]
+        records.size_bytes = records.usage().used_bytes + 2 * carrier.staging.sizes[0]
         records.release_all()
         params = left(prefill)
         assert params["remote_num_tokens"] < 96
@@ -196,7 +196,7 @@ def test_offers_wait_for_room_in_staging_and_a_peer_for_them(
     """More blocks than staging memory holds: all of them arrive, some after the answer."""
     with producer(where) as prefill, consumer(where) as decode:
         carrier: Any = offload(prefill)._carrier
-        carrier.staging.capacity_bytes = 4 * carrier._sizes[0]
+        carrier.staging.capacity_bytes = 4 * carrier.staging.sizes[0]
         params = left(prefill, 120)
         assert params["remote_num_tokens"] == 112
         assert goes_on(decode, params, 120)[1] == 112

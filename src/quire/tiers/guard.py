@@ -251,6 +251,7 @@ class GuardedTier:
             self._tier.clear(deadline)
         except TierError as error:
             self._failed("clear", error, self._writes)
+            self._is_stale = True  # also where it was trusted meanwhile
             return str(error)
         self._is_stale = False
         self._usage = self._usage_now()
@@ -275,8 +276,7 @@ class GuardedTier:
             self._tier.close()
         except TierError as error:
             log.warning("tier %s: %s", self.name, error)
-        traits = self._tier.traits
-        if not (traits.is_persistent or traits.is_shared):
+        if not self.traits.outlives_process:
             self._usage = replace(self._usage, num_records=0, used_bytes=0)
 
     def _usage_now(self) -> TierUsage:
