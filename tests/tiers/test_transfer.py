@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError
 from quire.tiers import Deadline, TierError, TierFull
-from quire.tiers.record import Checksums, KeyedSeal, Seal
 from quire.tiers.transfer.leased_records import LeasedRecords
 from quire.tiers.transfer.peer_address import PeerAddress
 from quire.tiers.transfer.peer_frames import (
@@ -52,11 +51,11 @@ def served(
     *,
     size_bytes: int = 100 * SIZE,
     hello: Hello = HELLO,
-    seal: Seal | None = None,
+    key: bytes | None = None,
     frame_s: float = 5.0,
 ) -> Iterator[tuple[PeerServer, LeasedRecords]]:
     records = LeasedRecords(size_bytes, 100.0)
-    server = PeerServer(address, records, hello, seal or Checksums(), frame_s=frame_s)
+    server = PeerServer(address, records, hello, key, frame_s=frame_s)
     server.start()
     try:
         yield server, records
@@ -66,14 +65,14 @@ def served(
 
 @contextmanager
 def asked(
-    address: PeerAddress, hello: Hello = HELLO, seal: Seal | None = None
+    address: PeerAddress, hello: Hello = HELLO, key: bytes | None = None
 ) -> Iterator[PeerTier]:
-    with closing(PeerTier(address, hello, seal or Checksums())) as peer:
+    with closing(PeerTier(address, hello, key)) as peer:
         yield peer
 
 
-def ask(address: PeerAddress, hello: Hello = HELLO, seal: Seal | None = None) -> int:
-    with asked(address, hello, seal) as peer:
+def ask(address: PeerAddress, hello: Hello = HELLO, key: bytes | None = None) -> int:
+    with asked(address, hello, key) as peer:
         return peer.find(names_of(1), soon())
 
 
@@ -141,7 +140,7 @@ class TestLeases:
 class TestPeers:
     def test_records_are_found_loaded_stored_and_released(self, address: PeerAddress) -> None:
         with served(address) as (server, records):
-            peer, names = PeerTier(server.address, HELLO, Checksums()), names_of(20)
+            peer, names = PeerTier(server.address, HELLO, None), names_of(20)
             lease, count = records.lease([[SIZE]] * 20)
             assert count == 20
             waited = threading.Thread(
@@ -165,7 +164,7 @@ class TestPeers:
 
     def test_a_full_peer_takes_as_many_as_it_can(self, address: PeerAddress) -> None:
         with served(address, size_bytes=3 * SIZE) as (server, records):
-            peer, names = PeerTier(server.address, HELLO, Checksums()), names_of(5)
+            peer, names = PeerTier(server.address, HELLO, None), names_of(5)
             assert peer.store(names, [record_of(name, SIZE) for name in names], soon()) == 3
             with pytest.raises(TierFull):
                 peer.store(names[3:], [record_of(name, SIZE) for name in names[3:]], soon())
@@ -191,15 +190,15 @@ class TestPeers:
             ask(server.address, theirs)
 
     def test_who_has_another_key_is_refused(self) -> None:
-        one, other = KeyedSeal(b"1" * 32), KeyedSeal(b"2" * 32)
-        with served(seal=one) as (server, _):
+        one, other = b"1" * 32, b"2" * 32
+        with served(key=one) as (server, _):
             assert ask(server.address, HELLO, one) == 0
             with pytest.raises(TierError, match="another kv_tier_key"):
                 ask(server.address, HELLO, other)
 
     def test_a_peer_that_was_restarted_is_asked_again(self, tmp_path: Path) -> None:
         address = PeerAddress(str(tmp_path / "peer"))
-        peer = PeerTier(address, HELLO, Checksums())
+        peer = PeerTier(address, HELLO, None)
         for _ in range(2):  # a socket that a killed process left is no hindrance
             with served(address):
                 assert peer.find(names_of(1), soon()) == 0
@@ -224,12 +223,12 @@ class TestPeers:
             place = address if address.is_unix else PeerAddress("", *listener.getsockname())
             begun_s = time.monotonic()
             with pytest.raises(TierError, match="out of time"):
-                PeerTier(place, HELLO, Checksums()).find(names_of(1), Deadline.after(0.1))
+                PeerTier(place, HELLO, None).find(names_of(1), Deadline.after(0.1))
             assert time.monotonic() - begun_s < 2
 
     def test_another_user_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with served(PeerAddress(str(tmp_path / "peer"))) as (server, _):
-            monkeypatch.setattr(os, "getuid", lambda: 4711)
+            monkeypatch.setattr(os, "geteuid", lambda: 4711)
             with pytest.raises(TierError, match="user"):
                 ask(server.address)
 
@@ -337,7 +336,7 @@ def test_any_questions_end_a_connection_and_nothing_else() -> None:
         @settings(max_examples=40)
         @given(data=_bytes, shakes_hands=st.booleans())
         def throw(data: bytes, shakes_hands: bool) -> None:
-            peer = PeerTier(server.address, HELLO, Checksums())
+            peer = PeerTier(server.address, HELLO, None)
             if shakes_hands:
                 connection = peer._connected(soon())
                 stream = connection._stream
@@ -354,7 +353,7 @@ def test_any_questions_end_a_connection_and_nothing_else() -> None:
         throw()
         assert ask(server.address) == 0
         records.check()
-        stalled = PeerTier(server.address, HELLO, Checksums())._connected(soon())
+        stalled = PeerTier(server.address, HELLO, None)._connected(soon())
         stalled._stream.sendall(b"QKVT")  # and no more
         stalled._stream.settimeout(5)
         with suppress(ConnectionError):

@@ -563,7 +563,8 @@ class ThreadedCarrier:
     def _load(self, job: LoadJob, deadline: Deadline) -> None:
         job.end = job.first
         try:
-            if not job.is_given_up and self._stop_s is None:
+            # No tier is to blame for a job that has waited for others until its time was over.
+            if deadline.left_s and not job.is_given_up and self._stop_s is None:
                 self._load_one(job, deadline)
         except Exception:  # of a tier of another package: the job ends all the same
             log.exception("blocks cannot be loaded from tiers")

@@ -5,22 +5,17 @@ straight into the caller's buffers, over a Unix socket from a file of memory tha
 """
 
 import os
-import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from threading import BoundedSemaphore, Lock
 from typing import TypeVar, final
 
-from quire.tiers.record import Seal
 from quire.tiers.tier import Deadline, Name, TierError, TierFull, TierTraits, TierUsage
 from quire.tiers.transfer.peer_address import PeerAddress
 from quire.tiers.transfer.peer_frames import (
     FIND_AT_ONCE,
-    NONCE_BYTES,
-    PROOF_BYTES,
     RECORDS_AT_ONCE,
     FrameKind,
     Hello,
@@ -32,7 +27,7 @@ from quire.tiers.transfer.peer_frames import (
     pack_names,
     read_count,
 )
-from quire.tiers.transfer.peer_server import proof_of
+from quire.tiers.transfer.peer_handshake import greet, without_file
 
 T = TypeVar("T")
 
@@ -45,10 +40,13 @@ class PeerTier:
 
     traits = TierTraits(is_shared=True, is_persistent=False, batch=RECORDS_AT_ONCE)
 
-    def __init__(self, address: PeerAddress, hello: Hello, seal: Seal) -> None:
-        """``hello``: what records are of use here; its nonce is of no use."""
+    def __init__(self, address: PeerAddress, hello: Hello, key: bytes | None) -> None:
+        """``hello``: what records are of use here; its nonce is of no use. ``key``: of both ends.
+
+        Without a key, the peer at this address is trusted.
+        """
         self.address = address
-        self._hello, self._seal, self._label = hello, seal, str(address)
+        self._hello, self._key, self._label = hello, key, str(address)
         self._vacant = BoundedSemaphore(_CONNECTIONS)
         self._lock = Lock()
         self._idle: list[PeerConnection] = []
@@ -133,6 +131,8 @@ class PeerTier:
                 if is_new:
                     raise
                 connection.close()
+        with self._lock:
+            self._close_idle()  # what has happened to this one has happened to them
         with self._connection(deadline) as (connection, _):
             return work(connection)
 
@@ -170,22 +170,7 @@ class PeerTier:
         """Connect, and find out whether the peer's records are of use. Raises: TierError."""
         connection = PeerConnection(self._reached(deadline), self._label)
         try:
-            if connection.passes_files:
-                connection.check_user()
-            ours = replace(self._hello, nonce=secrets.token_bytes(NONCE_BYTES))
-            connection.send(FrameKind.HELLO, ours.packed(), deadline)
-            frame = connection.answer(deadline, FrameKind.WELCOME)
-            _close_file(frame)
-            theirs = Hello.read(frame.body[:-PROOF_BYTES])
-            if theirs is None:
-                raise connection.broken("a WELCOME that cannot be read")
-            if flaw := ours.difference(theirs):
-                raise TierError(f"{self._label}: {flaw}")
-            expected = proof_of(self._seal, "server", ours.nonce, theirs.nonce)
-            if not secrets.compare_digest(frame.body[-PROOF_BYTES:], expected):
-                raise TierError(f"{self._label}: the peer has another kv_tier_key")
-            proof = proof_of(self._seal, "client", ours.nonce, theirs.nonce)
-            _counted(connection, connection.ask(FrameKind.PROOF, proof, deadline), 0)
+            greet(connection, self._hello, self._key, deadline)
         except BaseException:
             connection.close()
             raise
@@ -224,18 +209,18 @@ def _loaded(
     frame = connection.ask(FrameKind.LOAD, pack_names(names), deadline)
     told = read_count(frame.body, len(names), with_sizes=True)
     if told is None:
-        _close_file(frame)
+        without_file(frame)
         raise connection.broken("an answer without a count and sizes")
     count, sizes = told
     expected = [len(buffer) for buffer in into[:count]]
     if sizes != expected:  # to read on would cost what the peer likes
-        _close_file(frame)
+        without_file(frame)
         connection.close()
         return 0
     if count:
         connection.receive_payload(frame, into[:count], deadline)
     else:
-        _close_file(frame)
+        without_file(frame)
     return count
 
 
@@ -255,13 +240,8 @@ def _stored(
 
 
 def _counted(connection: PeerConnection, frame: PeerFrame, most: int) -> int:
-    _close_file(frame)
+    without_file(frame)
     told = read_count(frame.body, most)
     if told is None:
         raise connection.broken(f"an answer that is no count of at most {most}")
     return told[0]
-
-
-def _close_file(frame: PeerFrame) -> None:
-    if frame.file is not None:
-        os.close(frame.file)
