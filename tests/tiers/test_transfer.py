@@ -1,11 +1,12 @@
 """Leased records and the protocol between two servers: whatever an end sends, the other goes on."""
 
+import fcntl
 import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from quire.tiers.transfer.peer_frames import (
     Hello,
     PeerConnection,
     PeerLost,
+    PeerRefused,
     pack_count,
     pack_lease,
     pack_names,
@@ -36,6 +38,20 @@ from tiers.shared_tier_cases import buffers, names_of, record_of, soon
 SIZE = 20_000
 HELLO = Hello(fingerprint=b"f" * 32, sizes=(SIZE, 64), is_sealed=False, nonce=bytes(32))
 TCP = PeerAddress.parse("tcp://127.0.0.1:0")
+
+
+EVERY_SEAL = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE
+
+
+def memory_of(num_bytes: int, seals: int) -> int:
+    file = os.memfd_create("m", os.MFD_ALLOW_SEALING)
+    os.truncate(file, num_bytes)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
+def path_only(file: int) -> int:
+    return os.open(f"/proc/self/fd/{file}", os.O_PATH)
 
 
 class Clock:
@@ -69,6 +85,13 @@ def asked(
 ) -> Iterator[PeerTier]:
     with closing(PeerTier(address, hello, key)) as peer:
         yield peer
+
+
+def until(holds: Callable[[], bool]) -> None:
+    stop_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < stop_s, "it never came"
+        time.sleep(0.001)
 
 
 def ask(address: PeerAddress, hello: Hello = HELLO, key: bytes | None = None) -> int:
@@ -240,6 +263,232 @@ class TestPeers:
                 ask(server.address)
             assert first.find(names_of(1), soon()) == 0
 
+    def test_those_who_say_nothing_keep_no_peer_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("quire.tiers.transfer.peer_server.MOST_CONNECTIONS", 3)
+        with served() as (server, _), asked(server.address) as first:
+            assert first.find(names_of(1), soon()) == 0
+            silent = [
+                socket.create_connection((server.address.host, server.address.port))
+                for _ in range(8)
+            ]
+            assert ask(server.address) == 0
+            assert first.find(names_of(1), soon()) == 0
+            assert len(server._connections) <= 3
+            for each in silent:
+                each.close()
+
+    def test_a_thread_that_cannot_be_had_costs_one_connection(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name == "quire-transfer":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with served() as (server, _):
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(TierError):
+                ask(server.address)
+            monkeypatch.undo()
+            assert ask(server.address) == 0
+
+    def test_a_server_that_closes_leaves_the_next_ones_socket(self, tmp_path: Path) -> None:
+        """The next one may bind the path as soon as the old one does not listen any more."""
+        address = PeerAddress(str(tmp_path / "peer"))
+        with served(address) as (old, records):
+            lease, _ = records.lease([[SIZE]])
+            with asked(address) as peer:
+                peer.find(names_of(1), soon())
+
+                def wait() -> None:
+                    with suppress(TierError):
+                        peer.wait(lease, 1.0, soon())
+
+                waiting = threading.Thread(target=wait)
+                waiting.start()
+                closing_one = threading.Thread(target=old.close)
+                closing_one.start()
+                until(lambda: not Path(address.path).exists())
+                with served(address):
+                    closing_one.join()
+                    waiting.join()
+                    assert Path(address.path).is_socket()
+                    assert ask(address) == 0
+
+
+KEY = b"k" * 32
+SEALED = Hello(fingerprint=b"f" * 32, sizes=HELLO.sizes, is_sealed=True, nonce=bytes(32))
+
+
+class Wire:
+    """Between two ends over TCP: it keeps what goes by, and may change it."""
+
+    def __init__(self, server: PeerAddress, change: Callable[[str, bytes], bytes]) -> None:
+        self.seen = {"out": b"", "back": b""}  # to the server, and from it
+        self._server, self._change = server, change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = PeerAddress("", *self._listener.getsockname())
+        self._streams: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._run, daemon=True)]
+        self._threads[0].start()
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection((self._server.host, self._server.port))
+                self._streams += [near, far]
+                for way, one, other in (("out", near, far), ("back", far, near)):
+                    thread = threading.Thread(target=self._pump, args=(way, one, other))
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _pump(self, way: str, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(2**16):
+                self.seen[way] += data
+                other.sendall(self._change(way, data))
+        for each in (one, other):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(5)
+        for each in (*self._streams, self._listener):
+            each.close()
+
+
+class TestWire:
+    """Who listens between two ends that have a key, and changes what goes by."""
+
+    def test_any_byte_may_change_and_no_answer_is_wrong(self) -> None:
+        """Of every byte of a whole conversation, in both directions."""
+        with served(hello=SEALED, key=KEY, frame_s=0.3) as (server, records):
+            lease, _ = records.lease([[64]])
+            names = names_of(3)
+            records.keep(lease, names[0], record_of(names[0], 64))
+
+            def talk(peer: PeerTier) -> tuple[int, bool]:
+                return peer.find(names, soon()), peer.wait(lease, 0.0, soon())
+
+            with closing(Wire(server.address, lambda _, data: data)) as wire:
+                with asked(wire.address, SEALED, KEY) as peer:
+                    assert talk(peer) == (1, True)
+                lengths = {way: len(data) for way, data in wire.seen.items()}
+            assert names[1] in wire.seen["out"], "questions are in clear"
+
+            @settings(max_examples=80)
+            @given(data=st.data())
+            def change(data: st.DataObject) -> None:
+                way = data.draw(st.sampled_from(["out", "back"]))
+                at = data.draw(st.integers(0, lengths[way] - 1))
+                flipped, done = data.draw(st.integers(1, 255)), {"out": 0, "back": 0}
+
+                def flip(own: str, seen: bytes) -> bytes:
+                    begun, changed = done[own], bytearray(seen)
+                    done[own] += len(seen)
+                    if own == way and begun <= at < done[own]:
+                        changed[at - begun] ^= flipped
+                    return bytes(changed)
+
+                deadline = Deadline.after(1.0)
+                with (
+                    closing(Wire(server.address, flip)) as wire,
+                    asked(wire.address, SEALED, KEY) as peer,
+                    suppress(TierError),
+                ):
+                    assert peer.find(names, deadline) == 1
+                    assert peer.wait(lease, 0.0, deadline)
+
+            change()
+            assert records.find(names, soon()) == 1
+            records.check()
+
+    def test_nothing_can_be_put_in_left_out_or_repeated(self) -> None:
+        """A frame that the wire makes of what it saw, in place of a question that a peer puts."""
+        with served(hello=SEALED, key=KEY, frame_s=0.3) as (server, records):
+            lease, _ = records.lease([[64]])
+            name = names_of(1)[0]
+            records.keep(lease, name, record_of(name, 64))
+            plain = struct.pack("<4sBBI", b"QKVT", FrameKind.RELEASE, 0, len(pack_lease(lease)))
+            for put_in in (plain + pack_lease(lease), plain + pack_lease(lease) + bytes(16)):
+
+                def change(way: str, data: bytes, own: bytes = put_in) -> bytes:
+                    return own if way == "out" and data[4] == FrameKind.FIND else data
+
+                with (
+                    closing(Wire(server.address, change)) as wire,
+                    asked(wire.address, SEALED, KEY) as peer,
+                    pytest.raises(TierError),
+                ):
+                    peer.find([name], Deadline.after(1.0))
+                assert records.find([name], soon()) == 1
+
+            def repeat(way: str, data: bytes) -> bytes:
+                return data * 2 if way == "out" and data[4] == FrameKind.RELEASE else data
+
+            with (
+                closing(Wire(server.address, repeat)) as wire,
+                asked(wire.address, SEALED, KEY) as peer,
+            ):
+                peer.release(lease, soon())
+                lease, _ = records.lease([[64]])
+                records.keep(lease, name, record_of(name, 64))
+                with suppress(TierError):
+                    peer.wait(lease, 0.0, Deadline.after(1.0))
+            # All that was said once, played to the server again: no nonce is used twice.
+            with socket.create_connection((server.address.host, server.address.port)) as own:
+                own.sendall(wire.seen["out"])
+                own.settimeout(5)
+                with suppress(OSError):
+                    while own.recv(4096):
+                        pass
+            assert records.find([name], soon()) == 1
+
+    def test_a_proof_is_of_one_end(self) -> None:
+        """Sent back as the other end's it proves nothing, and neither does a HELLO."""
+        with served(hello=SEALED, key=KEY) as (server, _):
+            stream = socket.create_connection((server.address.host, server.address.port))
+            with closing(PeerConnection(stream, "peer")) as connection:
+                connection.send(FrameKind.HELLO, SEALED.packed(), soon())
+                welcome = connection.answer(soon(), FrameKind.WELCOME).body
+                connection.send(FrameKind.PROOF, welcome[-32:], soon())
+                with pytest.raises(PeerRefused, match="another kv_tier_key"):
+                    connection.answer(soon())
+
+    def test_sealed_records_are_not_had_without_the_key_nor_plain_ones_in_their_place(self) -> None:
+        with served(hello=SEALED, key=KEY) as (server, _):
+            with pytest.raises(TierError, match="sealed"):
+                ask(server.address, HELLO, None)
+            with pytest.raises(TierError, match="kv_tier_key"):
+                ask(server.address, SEALED, None)
+            with (
+                closing(Wire(server.address, _says_it_is_plain)) as wire,
+                pytest.raises(TierError, match=r"kv_tier_key|sealed"),
+            ):
+                ask(wire.address, SEALED, KEY)
+        with served(hello=HELLO) as (server, _):
+            for change in (lambda _, data: data, _says_it_is_sealed):
+                with (
+                    closing(Wire(server.address, change)) as wire,
+                    pytest.raises(TierError, match=r"kv_tier_key|sealed"),
+                ):
+                    ask(wire.address, SEALED, KEY)
+
+
+def _says_it_is_plain(way: str, data: bytes) -> bytes:
+    return data[:12] + b"\0" + data[13:] if data[4] == FrameKind.WELCOME else data
+
+
+def _says_it_is_sealed(way: str, data: bytes) -> bytes:
+    sealed = {FrameKind.HELLO: b"\0", FrameKind.WELCOME: b"\1"}.get(data[4])
+    return data if sealed is None else data[:12] + sealed + data[13:]
+
 
 class TestFiles:
     """What comes with a frame over a Unix socket."""
@@ -252,6 +501,13 @@ class TestFiles:
             (os.open(tmp_path / "plain", os.O_RDONLY), "cannot be read"),
             (memory, "not sealed"),
             (os.open("/dev/zero", os.O_RDONLY), "cannot be read"),
+            (os.pipe()[0], "cannot be read"),
+            (memory_of(SIZE, fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE), "not sealed"),
+            (memory_of(SIZE, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK), "not sealed"),
+            (memory_of(SIZE, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE), "not sealed"),
+            (memory_of(2**40, EVERY_SEAL), "another size"),
+            (memory_of(0, EVERY_SEAL), "another size"),
+            (path_only(memory_of(SIZE, EVERY_SEAL)), "cannot be read"),
             (None, "no file"),
         ):
             one, other = (PeerConnection(s, "peer") for s in socket.socketpair())

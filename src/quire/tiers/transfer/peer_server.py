@@ -185,7 +185,7 @@ class PeerServer:
             if words in self._refusals or len(self._refusals) >= _MOST_REFUSALS:
                 return
             self._refusals.add(words)
-        log.warning("%s is refused", words)
+        log.warning("refused: %s", words)
 
     # -- questions ---------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ Connections are opened when they are needed, and kept for the next question. Ove
 straight into the caller's buffers, over a Unix socket from a file of memory that is sealed.
 """
 
-import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
