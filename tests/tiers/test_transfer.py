@@ -263,6 +263,41 @@ class TestPeers:
                 ask(server.address)
             assert first.find(names_of(1), soon()) == 0
 
+    def test_a_peer_waits_no_longer_than_it_is_granted(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("quire.tiers.transfer.peer_server.LONGEST_AWAIT_S", 0.05)
+        with served() as (server, records), asked(server.address) as peer:
+            lease, _ = records.lease([[SIZE]])
+            assert not peer.wait(lease, 4e6, soon())
+
+    def test_an_answer_that_comes_late_is_none_to_the_next_question(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hold = threading.Event()
+        find = LeasedRecords.find
+
+        def late(records: LeasedRecords, names: list[bytes], deadline: Deadline) -> int:
+            hold.wait(10)
+            return find(records, names, deadline)
+
+        with served() as (server, records), asked(server.address) as peer:
+            lease, _ = records.lease([[SIZE]] * 3)
+            for name in names_of(3):
+                records.keep(lease, name, record_of(name, SIZE))
+            assert peer.find(names_of(1), soon()) == 1
+            monkeypatch.setattr(LeasedRecords, "find", late)
+            with pytest.raises(TierError, match="out of time"):
+                peer.find(names_of(3), Deadline.after(0.1))
+            hold.set()
+            assert peer.find(names_of(1, 7), soon()) == 0
+
+    def test_leases_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("quire.tiers.transfer.leased_records._MOST_LEASES", 2)
+        records = LeasedRecords(1000, 10.0)
+        assert [records.lease([[1]])[1] for _ in range(3)] == [1, 1, 0]
+        records.check()
+
     def test_those_who_say_nothing_keep_no_peer_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("quire.tiers.transfer.peer_server.MOST_CONNECTIONS", 3)
         with served() as (server, _), asked(server.address) as first:
@@ -439,15 +474,16 @@ class TestWire:
                 peer.release(lease, soon())
                 lease, _ = records.lease([[64]])
                 records.keep(lease, name, record_of(name, 64))
-                with suppress(TierError):
-                    peer.wait(lease, 0.0, Deadline.after(1.0))
+                assert peer.wait(lease, 0.0, soon()), "that answer is not one to the repeated frame"
             # All that was said once, played to the server again: no nonce is used twice.
             with socket.create_connection((server.address.host, server.address.port)) as own:
                 own.sendall(wire.seen["out"])
                 own.settimeout(5)
+                said = b""
                 with suppress(OSError):
-                    while own.recv(4096):
-                        pass
+                    while more := own.recv(4096):
+                        said += more
+            assert said.endswith(b"another kv_tier_key")
             assert records.find([name], soon()) == 1
 
     def test_a_proof_is_of_one_end(self) -> None:
@@ -535,6 +571,18 @@ class TestFiles:
         assert set(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize(
+    ("head", "size"),
+    [(b"QKVt", 0), (b"QKVT", 65_537), (b"QKVT", 2**32 - 1)],
+)
+def test_a_frame_is_refused_before_its_body_is_read(head: bytes, size: int) -> None:
+    one, other = socket.socketpair()
+    one.sendall(struct.pack("<4sBBI", head, FrameKind.ANSWER, 0, size))
+    with pytest.raises(PeerLost, match="begins with"):
+        PeerConnection(other, "peer").receive(soon())
+    one.close()
+
+
 _heads = st.tuples(
     st.sampled_from([b"QKVT", b"QKVt", b"\0\0\0\0"]),
     st.integers(0, 12),
@@ -615,6 +663,13 @@ def test_any_questions_end_a_connection_and_nothing_else() -> None:
         with suppress(ConnectionError):
             assert stalled._stream.recv(1) == b"", "the server ends it"
         stalled.close()
+
+
+def test_a_count_is_bounded() -> None:
+    assert read_count(pack_count(8), 8) == (8, [])
+    assert read_count(pack_count(9), 8) is None
+    assert read_count(pack_count(9, [1] * 9), 8, with_sizes=True) is None
+    assert read_names(pack_names(names_of(9)), 8) is None
 
 
 def test_addresses() -> None:

@@ -468,7 +468,7 @@ class ThreadedCarrier:
             is_shared=traits.is_shared,
             is_persistent=traits.is_persistent,
             state=tier.state,
-            may_clear=tier.may_clear,
+            may_clear=tier.may_clear or tier not in self.tiers,  # those are not ours to clear
             num_records=usage.num_records,
             used_bytes=usage.used_bytes,
             capacity_bytes=usage.capacity_bytes,
