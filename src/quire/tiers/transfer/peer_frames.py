@@ -52,6 +52,15 @@ _COUNT = struct.Struct("<H")
 _WAIT = struct.Struct("<IB")  # milliseconds, bytes of the lease
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SHOWN_CHARACTERS = 300  # of a refusal
+# The end of an answer waits for nothing; and a machine that is gone without a word is noticed in a
+# minute, where no question is under way.
+_TCP_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
 _TAG_BYTES = 16  # of a frame
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _FD_BYTES = array.array("i").itemsize
@@ -95,9 +104,15 @@ class PeerConnection:
     """One end of a connection. One thread at a time may use it."""
 
     def __init__(self, stream: socket.socket, peer: str) -> None:
-        """``stream``: connected, and now the connection's own. ``peer``: its name in messages."""
+        """``stream``: connected, and now the connection's own. ``peer``: its name in messages.
+
+        Raises: OSError for a stream that has ended already.
+        """
         self._stream, self.peer = stream, peer
         self.passes_files = stream.family == socket.AF_UNIX
+        if not self.passes_files:
+            for level, option, value in _TCP_OPTIONS:
+                stream.setsockopt(level, option, value)
         self.is_open = True
         self._sends: _FrameTags | None = None  # None: frames have no tags
         self._receives: _FrameTags | None = None

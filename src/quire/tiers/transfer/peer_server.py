@@ -123,8 +123,6 @@ class PeerServer:
                 stream.close()
 
     def _let_in(self, stream: socket.socket) -> None:
-        if stream.family != socket.AF_UNIX:  # an answer's last bytes wait for nothing
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = PeerConnection(stream, f"a peer at {self.address}")
         with self._lock:
             if len(self._connections) >= MOST_CONNECTIONS:

@@ -167,7 +167,7 @@ class PeerTier:
 
     def _connected(self, deadline: Deadline) -> PeerConnection:
         """Connect, and find out whether the peer's records are of use. Raises: TierError."""
-        connection = PeerConnection(self._reached(deadline), self._label)
+        connection = self._reached(deadline)
         try:
             greet(connection, self._hello, self._key, deadline)
         except BaseException:
@@ -175,25 +175,21 @@ class PeerTier:
             raise
         return connection
 
-    def _reached(self, deadline: Deadline) -> socket.socket:
+    def _reached(self, deadline: Deadline) -> PeerConnection:
         if not (left_s := deadline.left_s):
             raise TierError(f"{self._label}: cannot be reached: out of time")
+        address, stream = self.address, None
         try:
-            if not self.address.is_unix:
-                stream = socket.create_connection(
-                    (self.address.host, self.address.port), timeout=left_s
-                )
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return stream
-            stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
+            if address.is_unix:
+                stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 stream.settimeout(left_s)
-                stream.connect(self.address.path)
-            except BaseException:
-                stream.close()
-                raise
-            return stream
+                stream.connect(address.path)
+            else:
+                stream = socket.create_connection((address.host, address.port), timeout=left_s)
+            return PeerConnection(stream, self._label)
         except (OSError, UnicodeError) as error:
+            if stream is not None:
+                stream.close()
             told = "out of time" if isinstance(error, TimeoutError) else str(error)
             raise TierError(f"{self._label}: cannot be reached: {told}") from None
 
