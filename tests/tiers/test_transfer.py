@@ -130,6 +130,16 @@ class TestLeases:
         assert not records.wait("unknown", 1.0), "nothing to wait for"
         records.check()
 
+    def test_a_lease_keeps_no_more_than_it_has_reserved(self) -> None:
+        records, names = LeasedRecords(1000, 10.0), names_of(3)
+        lease, _ = records.lease([[100], [100]])
+        assert not records.keep(lease, names[0], record_of(names[0], 201))
+        assert records.keep(lease, names[0], record_of(names[0], 100))
+        assert records.keep(lease, names[1], record_of(names[1], 100))
+        assert not records.keep(lease, names[2], memoryview(b"")), "all of it has come"
+        assert not records.keep("unknown", names[2], record_of(names[2], 1))
+        records.check()
+
     @settings(max_examples=40)
     @given(
         calls=st.lists(
@@ -191,7 +201,7 @@ class TestPeers:
             assert peer.store(names, [record_of(name, SIZE) for name in names], soon()) == 3
             with pytest.raises(TierFull):
                 peer.store(names[3:], [record_of(name, SIZE) for name in names[3:]], soon())
-            with pytest.raises(TierError):
+            with pytest.raises(PeerLost):
                 peer.store(names[:1], [record_of(names[0], 65)], soon())
             records.check()
             peer.close()
