@@ -256,10 +256,10 @@ def _first_tokens(
     print(f"{prompt_tokens:,} tokens, {rounds} rounds, {threads} threads of torch in each process")
     for name in sorted(times, key=lambda name: statistics.median(times[name])):
         ratios = [a / b for a, b in zip(times[name], times["computed"], strict=True)]
-        rate = f", {_spread(loading[name], ' MB/s', 0)} while loading" if name in loading else ""
+        told = f", {_spread(loading[name], ' MB/s', 0)} while loading" if name in loading else ""
         print(
             f"{name:23} first token {_spread(times[name], ' s')}, × computed {_spread(ratios)}, "
-            f"cached tokens {min(cached[name])} … {max(cached[name])}{rate}"
+            f"cached tokens {min(cached[name])} … {max(cached[name])}{told}"
         )
 
 

@@ -557,27 +557,29 @@ class TestFiles:
             (None, "no file"),
         ):
             one, other = (PeerConnection(s, "peer") for s in socket.socketpair())
-            one.send(FrameKind.ANSWER, pack_count(1, [SIZE]), soon(), file=file)
-            frame = other.receive(soon())
-            with pytest.raises(PeerLost, match=said):
-                other.receive_payload(frame, buffers(1, SIZE), soon())
-            one.close()
+            with closing(one), closing(other):
+                one.send(FrameKind.ANSWER, pack_count(1, [SIZE]), soon(), file=file)
+                frame = other.receive(soon())
+                with pytest.raises(PeerLost, match=said):
+                    other.receive_payload(frame, buffers(1, SIZE), soon())
+            if file is not None:
+                os.close(file)
         one, other = (PeerConnection(s, "peer") for s in socket.socketpair())
-        one.send_payload(FrameKind.ANSWER, b"", [record_of(b"n", SIZE - 1)], soon())
-        with pytest.raises(PeerLost, match="another size"):
-            other.receive_payload(other.receive(soon()), buffers(1, SIZE), soon())
-        one.close()
+        with closing(one), closing(other):
+            one.send_payload(FrameKind.ANSWER, b"", [record_of(b"n", SIZE - 1)], soon())
+            with pytest.raises(PeerLost, match="another size"):
+                other.receive_payload(other.receive(soon()), buffers(1, SIZE), soon())
 
     def test_files_that_belong_to_nothing_are_closed(self) -> None:
         before = set(os.listdir("/proc/self/fd"))
         ours, theirs = socket.socketpair()
         own = [os.memfd_create("m") for _ in range(3)]
-        socket.send_fds(ours, [struct.pack("<4sBBI", b"QKVT", 9, 0, 0)], own)
-        with pytest.raises(PeerLost, match="file"):
-            PeerConnection(theirs, "peer").receive(soon())
-        for file in own:
-            os.close(file)
-        ours.close()
+        with ours, closing(PeerConnection(theirs, "peer")) as connection:
+            socket.send_fds(ours, [struct.pack("<4sBBI", b"QKVT", 9, 0, 0)], own)
+            for file in own:
+                os.close(file)
+            with pytest.raises(PeerLost, match="file"):
+                connection.receive(soon())
         assert set(os.listdir("/proc/self/fd")) == before
 
 
