@@ -46,6 +46,7 @@ from quire.tiers.transfer.peer_tier import PeerTier
 SEED = 1234
 MODEL = Path(tempfile.gettempdir()) / "quire-bench-model"
 RECORD_BYTES = 1_835_968  # of the model: 16 tokens of 112 KiB, and a header
+LEASES = {"size": 2**31, "lease_s": 60}  # of some prompts at once
 ENDS_S = 600.0  # after which a process that hangs is given up
 ONE = SamplingParams(max_tokens=1, temperature=0)
 
@@ -288,7 +289,7 @@ def _prefill(pipe: Connection, model: str, ways: Ways, threads: int) -> None:
     with ExitStack() as end:
         engines = {
             way: end.enter_context(
-                closing(_engine(loaded, "kv_producer", {"listen": address}, options))
+                closing(_engine(loaded, "kv_producer", {"listen": address, **LEASES}, options))
             )
             for way, (address, options) in ways.items()
         }
