@@ -154,20 +154,21 @@ def test_a_tenant_gets_no_blocks_of_another(where: str, expected: tuple[int, ...
     [prompt] = prompts([PROMPT])
     own = PrefixKeys(tenant="a", salt="b")
     with producer(where) as prefill, consumer(where) as decode:
-        request = prefill.request(prompt, ONE, keys=own, kv_transfer_params=LEAVE)
-        [found] = run(prefill, [request])
-        params = found.kv_transfer_params
-        assert params is not None
-        for other in (PrefixKeys(), PrefixKeys(tenant="b", salt="a"), PrefixKeys(salt="b")):
-            request = decode.request(prompt, GREEDY, keys=other, kv_transfer_params=params)
+        for keys, cached in (
+            (PrefixKeys(), 0),
+            (PrefixKeys(tenant="b", salt="a"), 0),
+            (PrefixKeys(salt="b"), 0),
+            (PrefixKeys(tenant="a"), 0),
+            (PrefixKeys(tenant="a", salt="b", lora="c" * 64), 0),
+            (own, 96),
+        ):  # each of them ends the lease that it names
+            request = prefill.request(prompt, ONE, keys=own, kv_transfer_params=LEAVE)
+            [found] = run(prefill, [request])
+            params = found.kv_transfer_params
+            assert params is not None
+            request = decode.request(prompt, GREEDY, keys=keys, kv_transfer_params=params)
             [got] = run(decode, [request])
-            assert (got.token_ids, got.num_cached_tokens) == (expected, 0)
-        request = prefill.request(prompt, ONE, keys=own, kv_transfer_params=LEAVE)
-        [found] = run(prefill, [request])  # those have ended the lease
-        params = found.kv_transfer_params
-        request = decode.request(prompt, GREEDY, keys=own, kv_transfer_params=params)
-        [got] = run(decode, [request])
-        assert (got.token_ids, got.num_cached_tokens) == (expected, 96)
+            assert (got.token_ids, got.num_cached_tokens) == (expected, cached)
 
 
 def test_choices_and_several_prompts_share_what_is_left(where: str) -> None:
