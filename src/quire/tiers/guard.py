@@ -203,6 +203,10 @@ class GuardedTier:
             )
         self.drop([name], Deadline.after(1.0))
 
+    def note_failed(self, call: TierCall, error: TierError) -> None:
+        """Count a question that was put to what is behind the tier, and leave it alone a while."""
+        self._failed(call, error, self._reads)
+
     def store(
         self, names: Sequence[Name], records: Sequence[memoryview], deadline: Deadline
     ) -> int:

@@ -345,6 +345,7 @@ class KeyedSeal:
             raise ConfigError(f"kv_tier_key has {len(key)} bytes: it needs at least {_KEY_BYTES}")
         self._names = _derived(key, b"names")
         self._payloads = _derived(key, b"payloads")
+        self.peers_key = _derived(key, b"peers")  # by which servers know each other
 
     def check_bytes(self, num_parts: int) -> int:
         return _NONCE_BYTES + _TAG_BYTES

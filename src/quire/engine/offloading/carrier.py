@@ -141,7 +141,8 @@ class ThreadedCarrier:
     def _load(self, job: LoadJob, deadline: Deadline) -> None:
         job.end = job.first
         try:
-            if not job.is_given_up and not self._closing.is_set():
+            # No tier is to blame for a job that has waited for others until its time was over.
+            if deadline.left_s and not job.is_given_up and not self._closing.is_set():
                 self._loader.load(job, deadline)
         except Exception:  # of a tier of another package: the job ends all the same
             log.exception("blocks cannot be loaded from tiers")
@@ -308,7 +309,7 @@ class ThreadedCarrier:
             is_shared=traits.is_shared,
             is_persistent=traits.is_persistent,
             state=tier.state,
-            may_clear=tier.may_clear,
+            may_clear=tier.may_clear or tier not in self.tiers,  # those are not ours to clear
             num_records=usage.num_records,
             used_bytes=usage.used_bytes,
             capacity_bytes=usage.capacity_bytes,

@@ -179,7 +179,7 @@ class OffloadPolicy:
     def _ask(self, sequence: Sequence, token_ids: TokenIds, hit: PrefixHit) -> bool:
         """Ask tiers for what follows a hit, if that may pay. Return whether they are asked."""
         size = self._block_size
-        remote = None if self.offers is None else self.offers.brought_by(sequence)
+        remote = None if self.offers is None else sequence.remote
         first, end = hit.num_tokens // size, (len(token_ids) - 1) // size
         asks_left = self._asks_left.get(sequence.seq_id, _MOST_ASKS)
         if end <= first or not asks_left:
