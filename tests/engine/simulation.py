@@ -282,8 +282,7 @@ class Carrier(ThreadedCarrier):
         copies = BlockCopies(kv)
         super().__init__(accounting.groups, size, copies, tiers, staging, has_threads=False)
 
-    @property
-    def load_s_per_block(self) -> float:
+    def load_s(self, num_blocks: int) -> float:
         return 0.0
 
     @property

@@ -30,7 +30,7 @@ from quire.engine.scheduling.offload_policy import (
     TierReport,
     columns_read,
 )
-from quire.engine.scheduling.step_costs import Clock, Costs
+from quire.engine.scheduling.step_costs import Clock, Costs, LoadTimes
 from quire.engine.sequence import RemoteBlocks
 from quire.engine.statistics import PROMOTION_SECONDS, Histogram
 from quire.engine.transfer import PeerTransfer
@@ -332,7 +332,8 @@ class ThreadedCarrier:
         self._promotion_s = [Histogram(PROMOTION_SECONDS) for _ in self._sources]
         self._dropping: Counter[bytes] = Counter()  # chains of blocks that are not loaded
         self._stop_s: float | None = None  # monotonic: no record is stored after it
-        self._load_s = self._copy_s = self._store_s = 0.0  # of a block
+        self._loads = LoadTimes()
+        self._copy_s = self._store_s = 0.0  # of a block
         works = {"load": self._load_all, "store": self._store_all} if has_threads else {}
         self._threads = [
             threading.Thread(target=work, name=f"quire-tiers-{name}", daemon=True)
@@ -343,9 +344,8 @@ class ThreadedCarrier:
 
     # -- the engine's side -------------------------------------------------------------------------
 
-    @property
-    def load_s_per_block(self) -> float:
-        return self._load_s
+    def load_s(self, num_blocks: int) -> float:
+        return self._loads.seconds(num_blocks)
 
     @property
     def store_s_per_block(self) -> float:
@@ -594,7 +594,7 @@ class ThreadedCarrier:
         job.is_cut = count < len(job.blocks) and job.end == job.first + count > job.first
         took_s = time.perf_counter() - begun_s
         if job.end > job.first:
-            self._load_s = _mean(self._load_s, took_s / (job.end - job.first))
+            self._loads.note(job.end - job.first, took_s)
         for tier in {
             loaded.tier for loaded in job.payloads.values() if isinstance(loaded, _Loaded)
         }:

@@ -115,15 +115,27 @@ class TierTable:
 
     speeds: Mapping[str, TierSpeed] = field(default_factory=lambda: TIER_SPEEDS)
     sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # in bytes
+    given: tuple[tuple[str, str], ...] = ()  # options and texts that they are from
 
     @classmethod
     def of(cls, speeds: Iterable[str], sizes: Iterable[str]) -> "TierTable":
         """Read texts such as ``file=6,3`` and ``redis=100GiB``. Raises: ConfigError."""
-        given = dict(map(parse_tier_speed, speeds))
+        texts = {"--tier-speed": tuple(speeds), "--tier-size": tuple(sizes)}
+        speeds, sizes = texts["--tier-speed"], texts["--tier-size"]
         return cls(
-            speeds=MappingProxyType({**TIER_SPEEDS, **given}),
+            speeds=MappingProxyType({**TIER_SPEEDS, **dict(map(parse_tier_speed, speeds))}),
             sizes=MappingProxyType(dict(map(parse_tier_size, sizes))),
+            given=tuple((option, text) for option, several in texts.items() for text in several),
         )
+
+    def require_used(self, addresses: Iterable[TierAddress]) -> None:
+        """Refuse what was given for a kind that no address has. Raises: ConfigError."""
+        kinds = dict.fromkeys(address.kind for address in addresses)
+        for option, text in self.given:
+            kind = text.partition("=")[0]
+            if kind not in kinds:
+                known = f"they are of {', '.join(kinds)}" if kinds else "there is none"
+                raise ConfigError(f"{option} {text}: no kv_tier is of the kind {kind!r}: {known}")
 
 
 # -- which tiers -----------------------------------------------------------------------------------
@@ -148,6 +160,11 @@ class PlannedTier:
         return self.kind not in _IN_TWO_QUEUES
 
     @property
+    def is_in_two_queues(self) -> bool:
+        """Return whether it keeps records as ``two_queues`` does, and not by their last use."""
+        return self.kind in _IN_TWO_QUEUES
+
+    @property
     def block_bytes(self) -> int:
         """Return the bytes that the records of one block take, of all groups."""
         units = sum(ceil_div(size, self.unit_bytes) for size in self.record_bytes)
@@ -160,7 +177,7 @@ class PlannedTier:
 
     def make_records(self) -> KeptRecords:
         """Make what it would keep, empty at first."""
-        if self.capacity_bytes is None or self.kind not in _IN_TWO_QUEUES:
+        if self.capacity_bytes is None or not self.is_in_two_queues:
             return LastUsed(self.capacity_bytes)
         return InTwoQueues(
             self.capacity_bytes // self.unit_bytes,
@@ -211,11 +228,17 @@ def planned_tiers(
     """
     several = record_bytes(groups, block_size)
     table = table or TierTable()
-    return tuple(_planned(address, several, table) for address in config.tiers)
+    found = list[PlannedTier]()
+    for address in config.tiers:
+        alike = sum(str(other) == str(address) for other in config.tiers[: len(found)])
+        name = str(address).removesuffix(":") + f" ({alike + 1})" * bool(alike)  # as an engine's
+        found.append(_planned(address, name, several, table))
+    return tuple(found)
 
 
 def _planned(
     address: TierAddress,
+    name: str,
     several: tuple[int, ...],
     table: TierTable,
 ) -> PlannedTier:
@@ -235,7 +258,7 @@ def _planned(
         unit_bytes = DISK_BLOCK_BYTES
         size_bytes = address.option("size", parse_bytes, size_bytes or DEFAULT_SIZE_BYTES)
     planned = PlannedTier(
-        name=str(address),
+        name=name,
         kind=kind,
         capacity_bytes=size_bytes,
         unit_bytes=unit_bytes,

@@ -17,6 +17,7 @@ from math import inf
 from typing import TypeAlias, final
 
 from quire.engine.scheduling.offload_policy import LoadJob, TierReport, columns_read
+from quire.engine.scheduling.step_costs import LoadTimes
 from quire.kv.prefix_index import BlockEvent, BlockIdentity
 from quire.planner.kept_records import KeptRecords
 from quire.planner.planned_tiers import PlannedTier
@@ -106,13 +107,13 @@ class VirtualCarrier:
         self._loader, self._storer = _SimulatedThread(), _SimulatedThread()
         self._done: deque[LoadJob] = deque()
         self._outgoing: list[_Record] = []
-        self._load_s = self._copy_s = self._store_s = 0.0  # of a block
+        self._loads = LoadTimes()
+        self._copy_s = self._store_s = 0.0  # of a block
 
     # -- the engine's side -------------------------------------------------------------------------
 
-    @property
-    def load_s_per_block(self) -> float:
-        return self._load_s
+    def load_s(self, num_blocks: int) -> float:
+        return self._loads.seconds(num_blocks)
 
     @property
     def store_s_per_block(self) -> float:
@@ -310,7 +311,7 @@ class VirtualCarrier:
             job.end = job.first + len(good) // len(self._everywhere)
         job.is_cut = count < len(job.blocks) and job.end == job.first + count > job.first
         if job.end > job.first:
-            self._load_s = _mean(self._load_s, seconds / (job.end - job.first))
+            self._loads.note(job.end - job.first, seconds)
         return seconds
 
     def _run(self, job: LoadJob, count: int) -> tuple[list[list[_Record]], float]:
