@@ -431,14 +431,18 @@ def test_what_is_loaded_and_evicted_before_a_request_has_it_is_waste(kept: Kept)
     with made(kv_tier=("kept:",), kv_cache_memory_bytes=256 * 1024) as llm:
         texts(llm)
         until(lambda: not offload(llm).has_more)
+        carrier: Any = offload(llm)._carrier
+
+        def is_done() -> bool:
+            return bool(carrier._done)
+
         for waste in (True, False):
             # A reset loses what is left of those that no request has had.
             before = offload(llm).counts.evicted_tokens + 16 * len(offload(llm)._unread)
             assert llm.reset_prefix_cache()
             (sequence,) = llm.start(llm.request(prompts(LENGTHS)[0], GREEDY), lambda _: None)
-            carrier: Any = offload(llm)._carrier
             llm.engine.scheduler.plan()
-            until(lambda: carrier._done)
+            until(is_done)
             loaded = -offload(llm).counts.hit_tokens
             offload(llm).bring(llm.engine._carry_out, step_s=None)
             loaded += offload(llm).counts.hit_tokens

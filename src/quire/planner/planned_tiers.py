@@ -61,6 +61,7 @@ TIER_SPEEDS: Mapping[str, TierSpeed] = MappingProxyType(
         "az": _speed(1.0, 1.0, 20.0, "assumed: a network of 10 Gbit/s"),
     }
 )
+RECORDS_A_CALL = 16  # that an engine loads or stores at once
 _FASTEST_GB = 1e6  # a second
 _SLOWEST_CALL_MS = 60e3
 _DIGEST_BYTES = 32  # of a fingerprint, which is not known here
@@ -151,6 +152,7 @@ class PlannedTier:
     kind: str
     capacity_bytes: int | None  # None: it has no limit of its own
     unit_bytes: int  # a record takes whole ones
+    block_size: int  # of its blocks, in tokens
     record_bytes: tuple[int, ...]  # of each group's blocks, as they lie there
     speed: TierSpeed
 
@@ -174,6 +176,17 @@ class PlannedTier:
     def num_blocks(self) -> int | None:
         """Return how many blocks of all groups it holds; None: it has no limit of its own."""
         return None if self.capacity_bytes is None else self.capacity_bytes // self.block_bytes
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Return the tokens of all groups that it holds; None: it has no limit of its own."""
+        return None if self.num_blocks is None else self.num_blocks * self.block_size
+
+    def load_s(self, num_blocks: int) -> float:
+        """Return the seconds to find and load blocks that follow one another, of all groups."""
+        num_calls = 1 + ceil_div(num_blocks * len(self.record_bytes), RECORDS_A_CALL)
+        num_bytes = num_blocks * sum(self.record_bytes)
+        return num_calls * self.speed.call_s + num_bytes / self.speed.read_bytes_per_s
 
     def make_records(self) -> KeptRecords:
         """Make what it would keep, empty at first."""
@@ -232,7 +245,7 @@ def planned_tiers(
     for address in config.tiers:
         alike = sum(str(other) == str(address) for other in config.tiers[: len(found)])
         name = str(address).removesuffix(":") + f" ({alike + 1})" * bool(alike)  # as an engine's
-        found.append(_planned(address, name, several, table))
+        found.append(_planned(address, name, several, block_size, table))
     return tuple(found)
 
 
@@ -240,6 +253,7 @@ def _planned(
     address: TierAddress,
     name: str,
     several: tuple[int, ...],
+    block_size: int,
     table: TierTable,
 ) -> PlannedTier:
     kind = address.kind
@@ -262,6 +276,7 @@ def _planned(
         kind=kind,
         capacity_bytes=size_bytes,
         unit_bytes=unit_bytes,
+        block_size=block_size,
         record_bytes=several,
         speed=table.speeds[kind],
     )
@@ -272,6 +287,19 @@ def _planned(
             f"{format_bytes(largest)}"
         )
     return planned
+
+
+def pays_from(tier: PlannedTier, token_s: float, *, most_tokens: int) -> int | None:
+    """Return the fewest tokens that are loaded quicker than computed; None: not even the most.
+
+    ``token_s``: seconds to compute a token. Tokens are those of whole blocks.
+    """
+    num_blocks, block_size = 1, tier.block_size
+    while num_blocks * block_size <= most_tokens:
+        if tier.load_s(num_blocks) < num_blocks * block_size * token_s:
+            return num_blocks * block_size
+        num_blocks += max(1, num_blocks // RECORDS_A_CALL)
+    return None
 
 
 def require_tier_blocks(

@@ -19,10 +19,9 @@ from quire.kv import Extension, Fits
 from quire.planner.hit_rates.curve import prefix_accounting
 from quire.planner.hit_rates.prefix_tree import TELL_EVERY, OnRequest, Prompts
 from quire.planner.kept_records import InTwoQueues, KeptRecords, LastUsed
-from quire.planner.planned_tiers import PlannedTier
+from quire.planner.planned_tiers import RECORDS_A_CALL, PlannedTier
 from quire.tiers import Name
 
-_BATCH = 16  # records that one call loads or stores
 _NUMBER_BYTES = 8
 
 
@@ -31,6 +30,7 @@ class TierHits:
     """What one tier did. Blocks are the trace's."""
 
     hit_tokens: int  # of prompts, that it had
+    num_loads: int  # of a run of blocks each
     loaded_blocks: int
     stored_blocks: int
     num_blocks: int  # at the end
@@ -55,15 +55,9 @@ class TieredHits:
         return self.hit_tokens / self.prompt_tokens
 
 
-def tier_tokens(tier: PlannedTier, block_size: int) -> int | None:
-    """Return the tokens whose blocks of ``block_size`` a tier holds; None: it has no limit."""
-    return None if tier.num_blocks is None else tier.num_blocks * block_size
-
-
-def kept_blocks(tier: PlannedTier, block_size: int, block_tokens: int) -> KeptRecords:
+def kept_blocks(tier: PlannedTier, block_tokens: int) -> KeptRecords:
     """Make what a tier keeps, counted in the trace's blocks of ``block_tokens``."""
-    tokens = tier_tokens(tier, block_size)
-    num_blocks = None if tokens is None else tokens // block_tokens
+    num_blocks = None if tier.num_tokens is None else tier.num_tokens // block_tokens
     if num_blocks is None or not tier.is_in_two_queues:
         return LastUsed(num_blocks)
     return InTwoQueues(num_blocks)
@@ -87,7 +81,7 @@ def tiered_hits(
     accounting = prefix_accounting(num_blocks, policy, longest=num_blocks)
     own = prompts.num_blocks  # of a last token that each prompt computes, as in ``core_hits``
     pool_tokens, tokens = 0, [0] * len(tiers)
-    loaded, stored = [0] * len(tiers), [0] * len(tiers)
+    loads, loaded, stored = ([0] * len(tiers) for _ in range(3))
     for request in range(prompts.num_requests):
         chain, now_s = prompts.chain(request), prompts.at_s[request]
         if len(chain) > num_blocks:
@@ -95,7 +89,7 @@ def tiered_hits(
         accounting.add(request)
         hit = accounting.match_prefix(request, np.append(chain, np.int32(own + request)))
         names = [_name(int(number)) for number in chain[hit.num_tokens :]]
-        ends = list[tuple[int, int]]()  # of runs that a tier had: the tier, and the block it ends at
+        ends = list[tuple[int, int]]()  # of runs that tiers had: which tier, and where it ends
         end = 0
         while (run := _run(names, end, tiers)) is not None:
             number, stop = run
@@ -103,6 +97,7 @@ def tiered_hits(
                 tiers[number].use(name, now_s)
             for nearer, tier in enumerate(tiers[:number]):
                 stored[nearer] += _keep(tier, names[end:stop], now_s)
+            loads[number] += 1
             loaded[number] += stop - end
             ends.append(run)
             end = stop
@@ -131,6 +126,7 @@ def tiered_hits(
         tiers=tuple(
             TierHits(
                 hit_tokens=tokens[number],
+                num_loads=loads[number],
                 loaded_blocks=loaded[number],
                 stored_blocks=stored[number],
                 num_blocks=tier.num_records,
@@ -155,8 +151,8 @@ def _run(names: Sequence[Name], start: int, tiers: Sequence[KeptRecords]) -> tup
 def _keep(tier: KeptRecords, names: Sequence[Name], now_s: float) -> int:
     """Store blocks, in batches as an engine does. Return how many were not there."""
     count = 0
-    for start in range(0, len(names), _BATCH):
-        batch = names[start : start + _BATCH]
+    for start in range(0, len(names), RECORDS_A_CALL):
+        batch = names[start : start + RECORDS_A_CALL]
         lacking = [not tier.has(name) for name in batch]
         kept = tier.keep([(name, 1) for name in batch], now_s)
         count += sum(lacking[:kept])
