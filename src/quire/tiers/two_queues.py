@@ -30,7 +30,7 @@ NEW_SHARE = 0.5  # of the bytes, which new records keep from those that were use
 SCARCE_SHARE = 0.02  # … where a record that was used is worth more than any new one
 ROUND_S = 4.0
 
-_GHOSTS = 4  # names that are remembered for one that is kept
+_GHOSTS = 2  # names that are remembered for one that is kept
 _WAYS = 16  # tags of a bucket
 _NEW, _USED = 0, 1
 _NONE = -1
