@@ -141,7 +141,7 @@ def plan(  # noqa: PLR0913 - flags
         remedies = [] if found.fits else list(changes(found))
     token_s = None
     tiers = tiers_of(found, table)
-    if tiers and device in SPEEDS:
+    if tiers and device is not None and device in SPEEDS:
         costs = roofline(subject, rank_spec(subject.spec, tp), device, tp)
         token_s = prices_of(costs, config.max_num_batched_tokens).token_s
     if as_json:
