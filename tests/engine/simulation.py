@@ -285,8 +285,7 @@ class Carrier(ThreadedCarrier):
         staging = Staging(draw.choice([2, 8, 100]) * sum(sizes), sizes)
         super().__init__(accounting.groups, size, BlockCopies(kv), tiers, staging)
 
-    @property
-    def load_s_per_block(self) -> float:
+    def load_s(self, num_blocks: int) -> float:
         return 0.0
 
     @property

@@ -480,7 +480,41 @@ def test_what_is_on_its_way_from_tiers_is_forgotten_too(kept: Kept) -> None:
         while llm.step():
             pass
         assert offload(llm).counts.hit_tokens == 0
-        assert offload(llm).counts.wasted_tokens > 0
+        assert offload(llm).counts.wasted_tokens == offload(llm).counts.late_tokens > 0
+        llm.engine.scheduler.check()
+
+
+def test_what_is_loaded_and_evicted_before_a_request_has_it_is_waste(kept: Kept) -> None:
+    """A request ends when its blocks have come, and the next ones need their room."""
+    with made(kv_tier=("kept:",), kv_cache_memory_bytes=256 * 1024) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+        carrier: Any = offload(llm)._carrier
+
+        def is_done() -> bool:
+            return bool(carrier._done)
+
+        for waste in (True, False):
+            # A reset loses what is left of those that no request has had.
+            before = offload(llm).counts.evicted_tokens + 16 * len(offload(llm)._unread)
+            assert llm.reset_prefix_cache()
+            (sequence,) = llm.start(llm.request(prompts(LENGTHS)[0], GREEDY), lambda _: None)
+            llm.engine.scheduler.plan()
+            until(is_done)
+            loaded = -offload(llm).counts.hit_tokens
+            offload(llm).bring(llm.engine._carry_out, step_s=None)
+            loaded += offload(llm).counts.hit_tokens
+            if waste:
+                llm.engine.finish(sequence, "abort")
+            while llm.step():
+                pass
+            for prompt in prompts(LENGTHS)[1:]:  # alone, so that none of these is evicted first
+                llm.generate([prompt], GREEDY)
+            evicted = offload(llm).counts.evicted_tokens - before
+            assert evicted + 16 * len(offload(llm)._unread) == waste * loaded
+            assert (evicted > 0) is waste
+            assert loaded > 0
+        assert offload(llm).counts.late_tokens == 0
         llm.engine.scheduler.check()
 
 

@@ -348,6 +348,8 @@ def test_tiers_are_told_by_name(tmp_path: Path) -> None:
         assert scrape("quire:tier_blocks_total", outcome="copied") > 0
         for name in ("bad_records_total", "errors_total", "late_loads_total"):
             assert scrape(f"quire:tier_{name}") == 0, name
+        for reason in ("late", "evicted"):
+            assert scrape("quire:tier_wasted_tokens_total", reason=reason) == 0
     after = Scrape(metrics)
     assert after("quire:tier_used_bytes", tier="memory") == 0
     assert after("quire:tier_used_bytes", tier=folder) > 0

@@ -448,6 +448,11 @@ class PrefixIndex:
         key = self._keys[row] if row < len(self._keys) else None
         return key is not None and self._ids[key] == node
 
+    def has_block(self, node: int) -> bool:
+        """Tell whether a node is there and has a block in some group."""
+        row = node & _ROW
+        return self.is_there(node) and any(own[row] != NO_BLOCK for own in self.blocks)
+
     def following(
         self, node: int, root: int, data: bytes, extras: Sequence[Extra]
     ) -> list[BlockIdentity]:

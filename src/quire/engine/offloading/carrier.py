@@ -126,9 +126,8 @@ class ThreadedCarrier:
 
     # -- loading -----------------------------------------------------------------------------------
 
-    @property
-    def load_s_per_block(self) -> float:
-        return self._loader.s_per_block
+    def load_s(self, num_blocks: int) -> float:
+        return self._loader.times.seconds(num_blocks)
 
     def load(self, job: LoadJob, wait_s: float) -> bool:
         if self.staging.free_bytes < self._loader.least_bytes:

@@ -15,7 +15,7 @@ from quire.engine.offloading.copy_events import CopyEvents
 from quire.engine.offloading.forgetting import Forgetting
 from quire.engine.offloading.staging import Bytes, Staging
 from quire.engine.scheduling.block_carrier import LoadJob, columns_read, reads_all
-from quire.engine.scheduling.step_costs import mean_of_latest
+from quire.engine.scheduling.step_costs import LoadTimes
 from quire.engine.statistics import PROMOTION_SECONDS, Histogram
 from quire.engine.transfer import PeerTransfer
 from quire.kv.prefix_index import BlockIdentity
@@ -67,7 +67,7 @@ class RecordLoader:
         forgetting: Forgetting,
         events: CopyEvents,
     ) -> None:
-        self.s_per_block = 0.0  # that loading one has taken lately
+        self.times = LoadTimes()
         self._groups, self._block_size, self._tiers = groups, block_size, tuple(tiers)
         self._staging, self._transfer = staging, transfer
         self._forgetting, self._events = forgetting, events
@@ -122,7 +122,7 @@ class RecordLoader:
 
     def _note_time(self, job: LoadJob, took_s: float) -> None:
         if job.end > job.first:
-            self.s_per_block = mean_of_latest(self.s_per_block, took_s / (job.end - job.first))
+            self.times.note(job.end - job.first, took_s)
         with self._lock:
             for tier in {loaded.tier for loaded in payloads_of(job).values()}:
                 self._seconds.setdefault(tier, Histogram(PROMOTION_SECONDS)).observe(took_s)

@@ -149,9 +149,8 @@ class BlockCarrier(Protocol):
         """
         ...
 
-    @property
-    def load_s_per_block(self) -> float:
-        """Return the seconds that loading a block has taken lately; 0: it is not known."""
+    def load_s(self, num_blocks: int) -> float:
+        """Return the seconds that loading so many blocks is expected to take; 0: not known."""
         ...
 
     @property

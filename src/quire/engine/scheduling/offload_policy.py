@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal, TypeAlias, final
 
 from quire.engine.scheduling.block_carrier import (
@@ -45,6 +46,8 @@ _BLOCKS_AT_ONCE = 4  # that are inserted beside steps, between two looks at the 
 _MOST_REMEMBERED = 2**17  # blocks, by 8 bytes of their names
 _MOST_QUEUED = 2**16  # blocks that may go out
 _LIKELY = 0.5  # how often a block is asked for again that was computed or found twice
+_LOOKS = 64  # at inserted blocks, between two steps: whether they were evicted
+_SLOW_ASKS = 16  # of so many that loading is too slow for, one is made to measure it anew
 _MOST_ASKS = 8  # of a sequence that get it no further than before
 _PIN_ID = -2  # of the sequence that brings blocks and never runs
 
@@ -56,10 +59,16 @@ class OffloadCounts:
     queried_tokens: int = 0  # that tiers were asked for
     hit_tokens: int = 0  # … that were inserted
     num_late: int = 0  # loads that a sequence did not wait for
-    wasted_tokens: int = 0  # loaded, and not inserted
+    late_tokens: int = 0  # loaded, and not inserted
+    evicted_tokens: int = 0  # inserted, and lost again before a sequence had them
     saved_s: float = 0.0  # computing that inserted blocks have spared, less the loading
     stored_blocks: int = 0  # copied out
     dropped_blocks: int = 0  # that were to go out, and were evicted first or found no room
+
+    @property
+    def wasted_tokens(self) -> int:
+        """Return the tokens that were loaded for nothing."""
+        return self.late_tokens + self.evicted_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +105,9 @@ class OffloadPolicy:
         self._queue: deque[tuple[int, bool]] = deque(maxlen=_MOST_QUEUED)  # node, was asked for
         # Blocks seen, by name: the groups of which there is a record, as bits.
         self._remembered: dict[bytes, int] = {}
+        self._unread: dict[int, None] = {}  # nodes that were inserted, and no sequence has had
         self._recurring = _Share()
+        self._num_slow = 0  # prompts that computing was expected to be quicker for
         self._is_off = self._is_closed = False
         self._why_off: str | None = None
         self._is_same_model = is_same_model
@@ -105,6 +116,8 @@ class OffloadPolicy:
     def use(self, accounting: Accounting) -> None:
         """Go on with another cache, which is empty."""
         assert isinstance(accounting, ExternalBlocks)
+        self.counts.evicted_tokens += len(self._unread) * accounting.index.block_size
+        self._unread.clear()
         self._blocks: ExternalBlocks = accounting
         self._groups, self._block_size = accounting.groups, accounting.index.block_size
         self._carrier.restart()
@@ -156,6 +169,7 @@ class OffloadPolicy:
         ``settle`` carries out what accounting has decided, and tells whether that went well.
         ``step_s``: seconds of a step beside which this happens; None: no sequence runs.
         """
+        self._note_evicted(_LOOKS)
         for job in self._carrier.loaded():
             job.is_done = True
             self._note_lost(job)
@@ -192,9 +206,11 @@ class OffloadPolicy:
         self._asks_left[sequence.seq_id] = 0
         recompute_s = self._costs.recompute_s(len(blocks) * size)
         # What loading has taken lately says nothing of a peer that was not asked.
-        is_slow = self._carrier.load_s_per_block * len(blocks) >= recompute_s
-        if is_slow and remote is None:
-            return False
+        if self._carrier.load_s(len(blocks)) >= recompute_s and remote is None:
+            # What was slow once need not be slow for ever: some ask all the same.
+            self._num_slow += 1
+            if self._num_slow % _SLOW_ASKS:
+                return False
         wait_s = min(recompute_s, _LONGEST_WAIT_S)
         job = LoadJob(
             seq_id=sequence.seq_id,
@@ -216,7 +232,7 @@ class OffloadPolicy:
         """Wait no longer for a job; what it has brought may go to a nearer tier."""
         del self._jobs[job.seq_id]
         self.counts.num_late += 1
-        self.counts.wasted_tokens += max(0, job.end - job.first) * self._block_size
+        self.counts.late_tokens += max(0, job.end - job.first) * self._block_size
         job.is_given_up = True
         if job.is_done:
             self._carrier.release(job)
@@ -286,18 +302,35 @@ class OffloadPolicy:
             if len(blocks):
                 payloads = [job.payloads[number, start + at] for at in range(len(blocks))]
                 self._carrier.fill(number, blocks.tolist(), payloads)
-        self._blocks.insert_blocks(_PIN_ID, token_ids)
+        nodes = self._blocks.insert_blocks(_PIN_ID, token_ids)
+        self._unread.update(dict.fromkeys(nodes))
         return "inserted"
+
+    def _note_evicted(self, most: int) -> None:
+        """Look at some inserted blocks that no sequence has had: those that are gone are waste."""
+        index = self._blocks.index
+        for node in list(islice(self._unread, most)):
+            del self._unread[node]
+            if index.has_block(node):
+                self._unread[node] = None  # and looked at again after all others
+            else:
+                self.counts.evicted_tokens += self._block_size
 
     # -- storing -----------------------------------------------------------------------------------
 
     def note_admitted(self, sequence: Sequence, hit: PrefixHit | None) -> None:
         """Note that a sequence runs. What it has found and tiers lack may go out now."""
         self.forget(sequence)
-        if hit is None or self._write == "never" or self._is_off:
+        if hit is None:
             return
         index = self._blocks.index
-        for row in hit.rows[: hit.num_tokens // self._block_size].tolist():
+        rows = hit.rows[: hit.num_tokens // self._block_size].tolist()
+        if self._unread:
+            for row in rows:
+                self._unread.pop(index.node(row), None)
+        if self._write == "never" or self._is_off:
+            return
+        for row in rows:
             if not self._remembered.get(index.block_hash(row)[:8]):
                 self._queue.append((index.node(row), True))
 
@@ -436,6 +469,7 @@ class OffloadPolicy:
         if self._is_closed:
             return
         self._is_closed, self._is_same_model = True, lambda: True  # which held the model
+        self._note_evicted(len(self._unread))
         stop_s = self._clock() + _CLOSE_S
         self.store(step_s=None)
         while self.has_more and self._clock() < stop_s:
@@ -476,7 +510,8 @@ class OffloadPolicy:
         has_parent = self._remembered.get(identity.parent[:8], 1) != 0
         recurs = was_asked_for or known is not None
         share = max(self._recurring.value, _LIKELY if recurs else 0.0)
-        spared_s = self._costs.recompute_s(self._block_size) - self._carrier.load_s_per_block
+        load_s = self._carrier.load_s(2) - self._carrier.load_s(1)  # as one of many
+        spared_s = self._costs.recompute_s(self._block_size) - load_s
         if has_parent and share * spared_s > self._carrier.store_s_per_block:
             return True
         self._remember(name, 0)

@@ -83,6 +83,13 @@ def _outgoing_blocks(reading: MetricReading) -> dict[str, float]:
     return {"copied": counts.stored_blocks, "dropped": counts.dropped_blocks}
 
 
+def _wasted_tokens(reading: MetricReading) -> dict[str, float]:
+    if reading.tiers is None:
+        return {}
+    counts = reading.tiers.counts
+    return {"late": counts.late_tokens, "evicted": counts.evicted_tokens}
+
+
 COUNTERS = (
     counter(
         "vllm:prefix_cache_queries_total",
@@ -273,12 +280,13 @@ COUNTERS = (
         "Blocks that were to be stored: copied out, or dropped since they were evicted first.",
         _outgoing_blocks,
     ),
-    MetricFamily(
-        name="quire:tier_wasted_tokens_total",
-        kind="counter",
-        unit="tokens",
-        meaning="Tokens that were loaded and not used, since the request waited no longer.",
-        read=_of_all_tiers(lambda tiers: tiers.counts.wasted_tokens),
+    counters(
+        "quire:tier_wasted_tokens_total",
+        "tokens",
+        "reason",
+        "Tokens that were loaded for nothing: late, the request waited no longer; evicted, they "
+        "left the cache again before any request had them.",
+        _wasted_tokens,
     ),
     MetricFamily(
         name="quire:tier_late_loads_total",
