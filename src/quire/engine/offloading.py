@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from quire.config import EngineConfig
 from quire.engine.kv_cache import KVCache
-from quire.engine.kv_fingerprint import kv_fingerprint
+from quire.engine.kv_fingerprint import BlockLayout, has_blocks, kv_fingerprint
 from quire.engine.kv_sizing import require_blocks, staging_bytes
 from quire.engine.scheduling.offers import Lease, Offers
 from quire.engine.scheduling.offload_policy import (
@@ -904,17 +904,18 @@ def make_offloading(
         config,
         loaded.name,
         source_tokens=loaded.spec.source_tokens,
-        has_blocks=isinstance(kv.accounting, ExternalBlocks) and isinstance(kv.storage, BlockBytes),
+        has_blocks=has_blocks(kv.accounting, kv.storage),
     )
+    layout = BlockLayout.of(kv.accounting, kv.storage)
     key = None if config.kv_tier_key is None else _read_key(config.kv_tier_key)
     try:
-        fingerprint = kv_fingerprint(loaded, config, kv.accounting.groups)
+        fingerprint = kv_fingerprint(loaded, config, layout)
     except CannotName as error:
         raise ConfigError(
             f"kv_tier: records of {loaded.name} would have no name: {error}"
         ) from None
     assert isinstance(kv.accounting, ExternalBlocks)
-    block_size = kv.accounting.index.block_size  # not the option's, where a page holds more
+    block_size = layout.block_size
     plain = record_formats(kv, fingerprint.digest, block_size, Checksums())
     sealed, seal = plain, None
     if key is not None:
@@ -923,7 +924,7 @@ def make_offloading(
 
     def is_same_model() -> bool:
         try:
-            return kv_fingerprint(loaded, config, kv.accounting.groups) == fingerprint
+            return kv_fingerprint(loaded, config, layout) == fingerprint
         except CannotName:
             return False
 
