@@ -1,5 +1,6 @@
 """A server is replaced while clients are served: no stream breaks, and no text is another one."""
 
+import re
 import signal
 import threading
 from collections.abc import Iterable
@@ -64,6 +65,7 @@ def test_a_server_that_is_rolled_or_killed_breaks_no_text_and_leaves_its_blocks(
         with running(*flags) as first:
             streams = [clients.submit(answer, first.url, prompt, 120, begun) for prompt in LONG]
             begun.wait(60)
+            assert re.search(r"^ *tiers +file:/", first.log, re.MULTILINE)
             first.child.send_signal(signal.SIGTERM)
             first.wait_for("told to stop")
             refused = httpx.post(f"{first.url}/v1/completions", json=body("a", 1))
