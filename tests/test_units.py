@@ -11,6 +11,7 @@ from quire.units import (
     ceil_div,
     format_bytes,
     format_count,
+    format_number_of,
     format_seconds,
     parse_bytes,
     parse_count,
@@ -80,4 +81,9 @@ def test_rounding_brackets_the_value(value: int, step: int) -> None:
 
 def test_counts_and_durations_read_well() -> None:
     assert format_count(40960) == "40,960"
+    assert [format_number_of(count, "block") for count in (0, 1, 2000)] == [
+        "0 blocks",
+        "1 block",
+        "2,000 blocks",
+    ]
     assert [format_seconds(s) for s in (0.012, 3.44, 125)] == ["12 ms", "3.4 s", "2 m 05 s"]

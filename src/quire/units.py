@@ -87,6 +87,11 @@ def format_count(count: int) -> str:
     return f"{count:,}"
 
 
+def format_number_of(count: int, name: str) -> str:
+    """Write a count with what is counted: ``1 record``, ``2,000 records``."""
+    return f"{format_count(count)} {name}{'s' * (count != 1)}"
+
+
 def format_seconds(seconds: float) -> str:
     """Write a duration in a fitting unit: ``12 ms``, ``3.4 s``, ``2 m 05 s``."""
     if seconds < 1:

@@ -206,7 +206,8 @@ def test_pruning_a_namespace(cache: Cache, path: Path) -> None:
         (("--namespace", "zz"), "no such one"),
         (("--namespace", "a", "--age", "1d"), "give --size, --age or both"),
         ((), "give --size, --age or both"),
-        (("--age", "soon"), "such as 7d"),
+        (("--age", "soon"), "--age 'soon': an age is a number"),
+        (("--size", "all"), "--size 'all': 'all' is not a size"),
     ):
         code, _, err = cache("prune", path, "--yes", *wrong)
         assert code == 1

@@ -53,7 +53,8 @@ def test_a_folder_in_which_none_fits_says_why(folder: Path) -> None:
     written(folder, theirs)
     tier = found(folder)
     assert tier.verdict == (
-        f"1 of other engines and none that fits: an engine with these options begins {tier.own}"
+        f"1 namespace of other engines, and none that fits: an engine with these options begins "
+        f"{tier.own}"
     )
     assert tier.namespaces is not None
     assert tier.namespaces[0].differences == (
@@ -99,6 +100,25 @@ def test_hostile_words_reach_no_terminal(folder: Path, capsys: pytest.CaptureFix
     assert "\\u001b" in said
     assert "and " in said
     assert "more" in said
+
+
+def test_what_generate_has_written_is_read_with_these_options_and_not_with_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["quire", "generate", "a b " * 40, "--max-tokens", "1", "--kv-tier", f"file:{folder}"]
+    flags += ["--kv-tier-write", "always", "--kv-cache-memory-bytes", "16MiB"]
+    monkeypatch.setattr(sys, "argv", flags)
+    with suppress(SystemExit):
+        main()
+    capsys.readouterr()
+    assert "an engine with these options reads" in found(folder).verdict
+    other = found(folder, cache="virtual")
+    assert "none that fits" in other.verdict
+    assert other.namespaces is not None
+    assert 'order: "heads first" there, "token first" here' in other.namespaces[0].differences
+    assert found(folder, cache="growing").verdict.startswith(
+        "no tier can be used: kv_tier needs blocks, and cache=growing has none here"
+    )
 
 
 def test_a_folder_that_is_not_there_or_is_none(folder: Path) -> None:

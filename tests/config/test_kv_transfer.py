@@ -55,8 +55,8 @@ def test_roles() -> None:
     [
         ("[", "is not JSON"),
         ({**OWN, "kv_conector": 1}, "did you mean 'kv_connector'"),
-        ({"kv_role": "kv_both"}, "kv_connector 'None' is unknown"),
-        ({"kv_connector": "QuireConnector"}, "kv_role 'None' is unknown"),
+        ({"kv_role": "kv_both"}, "kv_connector is missing; known: QuireConnector"),
+        ({"kv_connector": "QuireConnector"}, "kv_role is missing; known: kv_producer"),
         ({**OWN, "kv_connector": "NixlConnector"}, "use QuireConnector"),
         ({**OWN, "kv_connector": "LMCacheConnectorV1"}, "use kv_tier"),
         ({**OWN, "kv_connector": "LMCacheMPConnector"}, "use kv_tier"),
@@ -74,7 +74,7 @@ def test_roles() -> None:
         (own(lease_s=0), "lease_s=0 must be above 0"),
         (own(lease_s=True), "lease_s"),
         (own(size=0), "size"),
-        (own(size="much"), "much"),
+        (own(size="much"), "size: 'much' is not a size"),
         (own(drain_to="unix:/c", peers=["unix:/b"]), "must be one of peers"),
         (own("kv_consumer"), "needs peers"),
         (own(listen="tcp://0.0.0.0:5"), "set kv_ip"),
@@ -95,7 +95,7 @@ def test_roles() -> None:
 def test_what_cannot_be_is_refused_in_words(given: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         EngineConfig(kv_transfer_config=given)
-    assert str(caught.value).startswith("kv_transfer_config") or said == "much"
+    assert str(caught.value).startswith("kv_transfer_config")
 
 
 def test_tcp_needs_a_key_or_trust() -> None:

@@ -8,15 +8,20 @@ import pytest
 
 from quire import LLM
 from quire.config import KV_CACHE_DTYPES, EngineConfig
-from quire.engine.kv_fingerprint import EFFECTS, fingerprint_of, kv_fingerprint, planned_fingerprint
-from quire.engine.kv_sizing import stored_spec
+from quire.engine.kv_fingerprint import (
+    EFFECTS,
+    BlockLayout,
+    fingerprint_of,
+    planned_fingerprint,
+    planned_layout,
+)
+from quire.errors import ConfigError
 from quire.models.file_hashes import CannotName
-from quire.models.loader import load
 from quire.models.model_content import ModelContent
 from quire.spec import FullAttention, Layer, ModelSpec, SlidingWindow
-from quire.spec.tensor_parallel import rank_spec
 from quire.tiers import record
 from quire.tiers.fingerprint import Fingerprint
+from quire.tiers.record_folder import list_namespaces
 
 CONTENT = ModelContent(
     weights="files 00",
@@ -36,13 +41,14 @@ OTHER = {
     "dtype": "float32",
     "quantization": "int8",
     "kv_cache_dtype": "int8_per_token_head",
+    "cache": "virtual",
     "block_size": 32,
     "tensor_parallel_size": 2,
 }
+FIELDS = {"cache": "order"}  # that say what an option of another name has done
 # … and for each that says nothing of the bytes, or only how they are rounded.
 SAME = {
     "device": "cuda",
-    "cache": "virtual",
     "attention_backend": "sdpa",
     "enforce_eager": True,
     "max_model_len": 32,
@@ -80,8 +86,15 @@ def made(content: ModelContent = CONTENT, rank: int = 0, **options: Any) -> Fing
     config = EngineConfig(**options)
     if config.dtype != "auto":  # an engine computes in what the option says
         content = replace(content, dtype=config.dtype)
-    spec = stored_spec(config, SPEC.computed_in(content.dtype))
-    return fingerprint_of(content, config, spec.groups, rank=rank)
+    return fingerprint_of(content, config, layout_of(SPEC, content.dtype, config), rank=rank)
+
+
+def layout_of(spec: ModelSpec, dtype: str, config: EngineConfig) -> BlockLayout:
+    """Lay blocks out as an engine does of whose options only those matter that may."""
+    own = EngineConfig(
+        cache=config.cache, block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype
+    )
+    return planned_layout(own, "model", spec.computed_in(dtype))
 
 
 def test_every_option_is_classified() -> None:
@@ -95,7 +108,8 @@ def test_every_option_is_classified() -> None:
 def test_a_named_option_is_another_namespace(name: str) -> None:
     other = made(**{name: OTHER[name]})
     assert other.namespace != made().namespace
-    assert any(line.startswith(f"{name}: ") for line in made().difference(other))
+    field = FIELDS.get(name, name)
+    assert any(line.startswith(f"{field}: ") for line in made().difference(other))
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -144,8 +158,10 @@ def test_ranks_groups_and_formats_are_named(monkeypatch: pytest.MonkeyPatch) -> 
         own,
         made(rank=1, tensor_parallel_size=2),
         made(tensor_parallel_size=2),
-        fingerprint_of(CONTENT, config, mixed.groups),
-        fingerprint_of(CONTENT, config, replace(SPEC, layers=SPEC.layers[:2]).groups),
+        *(
+            fingerprint_of(CONTENT, config, layout_of(spec, CONTENT.dtype, config))
+            for spec in (mixed, replace(SPEC, layers=SPEC.layers[:2]))
+        ),
     ]
     monkeypatch.setattr("quire.engine.kv_fingerprint.VERSION", record.VERSION + 1)
     several.append(made())
@@ -170,28 +186,37 @@ def test_transformers_own_note_of_the_option_is_not_named_twice() -> None:
     "options",
     [
         {},
-        {"kv_cache_dtype": "int8_per_token_head", "block_size": 32},
-        {"dtype": "float32", "cache": "virtual"},
-        {"tensor_parallel_size": 2},
+        {"dtype": "float32", "block_size": 32},
+        {"kv_cache_dtype": "int8_per_token_head", "cache": "virtual"},
     ],
     ids=str,
 )
 def test_a_plan_has_the_fingerprint_of_the_engine_it_plans(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``quire doctor`` loads no weights."""
+    """``quire doctor`` loads no weights. In the last one a block has what fills whole pages."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    config = EngineConfig(**options)
-    loaded = replace(load(dtype=config.dtype), is_private=True)
-    spec = loaded.spec
-    if config.tensor_parallel_size > 1:
-        spec = rank_spec(spec, config.tensor_parallel_size)
-    own = kv_fingerprint(loaded, config, stored_spec(config, spec).groups)
-    assert planned_fingerprint(None, config) == own
-    if not options:
-        with LLM(kv_cache_memory_bytes="16MB", max_model_len=64) as llm:
-            groups = llm.engine._kv.accounting.groups
-            assert kv_fingerprint(loaded, llm.config, groups) == own
+    planned = planned_fingerprint(None, EngineConfig(**options))
+    with LLM(
+        kv_cache_memory_bytes="16MB",
+        max_model_len=64,
+        kv_tier=(f"file:{tmp_path}/tier",),
+        **options,
+    ) as llm:
+        layout = BlockLayout.of(llm.accounting, llm.engine._kv.storage)
+        assert planned.fields["block_size"] == layout.block_size
+        assert (layout.block_size > llm.config.block_size) == ("cache" in options)
+    assert list_namespaces(tmp_path / "tier") == [planned.namespace]
+
+
+def test_caches_that_tiers_cannot_serve_have_no_plan() -> None:
+    for options, said in (
+        (dict(cache="growing"), "cache=growing"),
+        (dict(tensor_parallel_size=2), "tensor_parallel_size=1"),
+        (dict(enable_prefix_caching=False), "enable_prefix_caching"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            planned_layout(EngineConfig(**options), "model", SPEC)
 
 
 def test_weights_that_are_not_here_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from quire.kv.interface import ExternalBlocks
 from quire.spec import Group
 from quire.tiers import TIERS, Deadline, Tier, TierAddress, TierError
 from quire.tiers.host_memory import HostMemoryTier
+from quire.tiers.objects import ObjectTier
 from tiers.faulty import FAULTS, FaultyTier
+from tiers.redis_process import RedisProcess, needs_redis
 from tiny import VOCAB, random_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -255,19 +257,30 @@ def test_a_shared_tier_needs_a_key_or_trust(tmp_path: Path) -> None:
                 assert offload(llm).counts.hit_tokens >= 0.8 * sum(LENGTHS)
 
 
-def faulty(kind: str, folder: Path, seed: int) -> Any:
-    """A tier of a kind, with every fault there is."""
+@contextmanager
+def back_end(name: str, folder: Path, seed: int) -> Iterator[Callable[[int, str], Tier]]:
+    """What makes a tier of a kind, for records of so many bytes and a namespace."""
+    if name == "memory":
+        yield lambda record_bytes, _: HostMemoryTier(64 * 2**20, record_bytes)
+    elif name == "objects":
+        from obstore.store import LocalStore, MemoryStore
 
-    def make(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
-        if kind == "memory":
-            return HostMemoryTier(64 * 2**20, record_bytes)
-        return TIERS["file"](TierAddress.parse(f"file:{folder}"), record_bytes, namespace)
-
-    return lambda *given: FaultyTier(make(*given), seed=seed, share=0.25)
+        store = LocalStore(folder) if seed % 2 else MemoryStore()
+        yield lambda _, namespace: ObjectTier(store, "s3://bucket", namespace)
+    elif name == "file":
+        address = TierAddress.parse(f"file:{folder}")
+        yield lambda record_bytes, namespace: TIERS["file"](address, record_bytes, namespace)
+    else:
+        server = RedisProcess(folder)
+        try:
+            address = TierAddress.parse(server.address)
+            yield lambda record_bytes, namespace: TIERS["redis"](address, record_bytes, namespace)
+        finally:
+            server.kill()
 
 
 def ask_a_faulty_tier(
-    back_end: str, folder: Path, seed: int, num_rounds: int, patch: pytest.MonkeyPatch
+    name: str, folder: Path, seed: int, num_rounds: int, patch: pytest.MonkeyPatch
 ) -> Counter[str]:
     """Have an engine answer prompts again and again. Returns: the faults that its tier had."""
     patch.setattr("quire.engine.scheduling.offload_policy._LONGEST_WAIT_S", 0.05)
@@ -278,38 +291,48 @@ def ask_a_faulty_tier(
     draw = random.Random(seed)
     with made() as llm:
         expected = dict(zip(LENGTHS, texts(llm), strict=True))
-    with (
-        kind("faulty", faulty(back_end, folder, seed)),
-        made(kv_tier=("faulty:",), kv_cache_memory_bytes=320 * 1024) as llm,
-    ):
-        (tier,) = offload(llm)._carrier.tiers
-        for _ in range(num_rounds):
-            lengths = tuple(draw.sample(LENGTHS, draw.randint(1, len(LENGTHS))))
-            assert texts(llm, lengths) == [expected[length] for length in lengths]
-            if draw.random() < 0.7:
-                llm.reset_prefix_cache()
-            tier.trust()
-        llm.engine.scheduler.check()
-        assert offload(llm).counts.hit_tokens, "no block came back"
-        return tier._tier.done
+    with back_end(name, folder, seed) as make:
+
+        def faulty(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
+            return FaultyTier(make(record_bytes, namespace), seed=seed, share=0.25)
+
+        with (
+            kind("faulty", faulty),
+            made(
+                kv_tier=("faulty:",), kv_tier_trusted=True, kv_cache_memory_bytes=320 * 1024
+            ) as llm,
+        ):
+            (tier,) = offload(llm)._carrier.tiers
+            for _ in range(num_rounds):
+                lengths = tuple(draw.sample(LENGTHS, draw.randint(1, len(LENGTHS))))
+                assert texts(llm, lengths) == [expected[length] for length in lengths]
+                if draw.random() < 0.7:
+                    llm.reset_prefix_cache()
+                tier.trust()
+            llm.engine.scheduler.check()
+            assert offload(llm).counts.hit_tokens, "no block came back"
+            return tier._tier.done
 
 
-@pytest.mark.parametrize("back_end", ["memory", "file"])
+BACK_ENDS = ("memory", "file", pytest.param("redis", marks=needs_redis), "objects")
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
 def test_texts_are_the_same_whatever_a_tier_does(
-    back_end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = ask_a_faulty_tier(back_end, tmp_path, 1, 40, monkeypatch)
+    done = ask_a_faulty_tier(name, tmp_path, 1, 40, monkeypatch)
     assert len(done) >= 10, done
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("back_end", ["memory", "file"])
+@pytest.mark.parametrize("name", BACK_ENDS)
 def test_ten_thousand_texts_are_the_same_whatever_a_tier_does(
-    back_end: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each back end half as many requests."""
-    done = ask_a_faulty_tier(back_end, tmp_path, seed, 200, monkeypatch)
+    """Of each two back ends; of each of them half as many."""
+    done = ask_a_faulty_tier(name, tmp_path, seed, 200, monkeypatch)
     assert len(done) >= len(FAULTS) - 2, {*FAULTS} - {*done}
 
 

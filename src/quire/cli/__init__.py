@@ -126,7 +126,10 @@ def _run(named: list[str]) -> None:
             wait_patiently()
             keep_few_shapes()
         run = command_line(named)
-        code = run(sys.argv[1:] or ["--help"], prog_name="quire", standalone_mode=False)
+        arguments = sys.argv[1:]
+        if not arguments or (len(arguments) == 1 and arguments[0] in GROUPS):
+            arguments = [*arguments, "--help"]
+        code = run(arguments, prog_name="quire", standalone_mode=False)
     except typer.TyperException as error:
         _say(f"{error.format_message()} ({' '.join(['quire', *named])} -h lists all options)")
         code = error.exit_code

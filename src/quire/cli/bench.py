@@ -37,10 +37,9 @@ from quire.cli.options import (
     Timeout,
     check_folder,
     client,
-    engine_of,
+    import_engine_for,
     in_panel,
     load_llm,
-    load_model,
     plain_table,
     progress_bar,
     with_engine_options,
@@ -268,15 +267,14 @@ class _Run:
 
     def here(self, model: str | None, engine: dict[str, Any]) -> _Measured:
         """Measure an engine of this process. Raises: RequestError if no request succeeds."""
-        config = EngineConfig.from_options(**engine)
-        loaded = load_model(model, config, self.console)
+        import_engine_for(model, EngineConfig.from_options(**engine))
         from quire.engine.async_llm import AsyncLLM
 
         watch = CacheWatch()
 
         async def measure() -> _Measured:
-            with self.console.status("preparing the cache …"):
-                llm = AsyncLLM(loaded, observe=watch, **engine_of(engine))
+            self.console.print(f"loading {model or 'the demo model'} …", highlight=False)
+            llm = AsyncLLM(model, observe=watch, show_progress=model is not None, **engine)
             async with llm:
                 target = EngineHere(llm, temperature=self.temperature, ignore_eos=self.ignore_eos)
                 vocabulary = vocabulary_of(llm.llm)
@@ -285,7 +283,7 @@ class _Run:
                 wanted = self.traffic.queries(vocabulary)
                 queries, outcomes, duration_s = await self._send("sending", target, wanted)
                 return _Measured(
-                    about=_about("quire", model or loaded.name),
+                    about=_about("quire", model or llm.llm.name),
                     num_wanted=len(wanted),
                     queries=queries,
                     outcomes=outcomes,

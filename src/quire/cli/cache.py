@@ -6,9 +6,10 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 from rich.console import Console
@@ -28,7 +29,9 @@ from quire.tiers.record_folder import (
     list_records,
     namespaces_of,
 )
-from quire.units import format_bytes, format_count, format_seconds, parse_bytes
+from quire.units import format_bytes, format_count, format_number_of, format_seconds, parse_bytes
+
+T = TypeVar("T")
 
 _NO_LIMIT_S = 1e9  # of a command that a person waits for, and can end
 _TOLD_FLAWS = 20  # records that are named one by one
@@ -159,11 +162,8 @@ def prune(
     """
     if (namespace is None) == (size is None and age is None):
         raise ConfigError("give --size, --age or both; or --namespace, which goes as a whole")
-    try:
-        size_bytes = None if size is None else parse_bytes(size)
-        age_s = None if age is None else parse_age(age)
-    except ValueError as error:
-        raise ConfigError(f"--size or --age: {error}") from None
+    size_bytes = None if size is None else _parsed("--size", size, parse_bytes)
+    age_s = None if age is None else _parsed("--age", age, parse_age)
     names = _chosen(_existing(path), namespace)
     if namespace is not None and len(names) != 1:
         raise ConfigError(f"--namespace {namespace}: several begin so: {', '.join(names)}")
@@ -181,7 +181,7 @@ def prune(
     if as_json:
         print(json.dumps({"path": str(path), "num_removed": count, "removed_bytes": num_bytes}))
     else:
-        print(f"{format_count(count)} records removed, {format_bytes(num_bytes)}")
+        print(f"{format_number_of(count, 'record')} removed, {format_bytes(num_bytes)}")
 
 
 def export(
@@ -220,9 +220,18 @@ def export(
         print(json.dumps({"file": str(out), "namespace": names[0], **asdict(written)}))
         return
     print(
-        f"{format_count(written.num_tokens)} tokens in {format_count(written.num_blocks)} blocks: "
-        f"{format_count(written.num_tensors)} tensors, {format_bytes(written.num_bytes)}, in {out}"
+        f"{format_number_of(written.num_tokens, 'token')} in "
+        f"{format_number_of(written.num_blocks, 'block')}: "
+        f"{format_number_of(written.num_tensors, 'tensor')}, {format_bytes(written.num_bytes)}, "
+        f"in {out}"
     )
+
+
+def _parsed(flag: str, text: str, parse: Callable[[str], T]) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r}: {error}") from None
 
 
 def _existing(path: Path) -> Path:
@@ -273,16 +282,17 @@ def _tell_check(
     sound: int, sealed: int, num_bytes: int, flawed: list[dict[str, str]], *, removed: bool
 ) -> None:
     out = Console(highlight=False)
-    out.print(f"{format_count(sound)} whole records, {format_bytes(num_bytes)} in all files")
+    out.print(f"{format_number_of(sound, 'whole record')}, {format_bytes(num_bytes)} in all files")
     if sealed:
-        out.print(f"{format_count(sealed)} sealed records: only an engine with the key checks them")
+        told = format_number_of(sealed, "sealed record")
+        out.print(f"{told}: only an engine with the key can check more than sizes")
     for each in flawed[:_TOLD_FLAWS]:
         out.print(f"[red]{each['reason']}[/]  {escape(each['file'])}", soft_wrap=True)
     if len(flawed) > _TOLD_FLAWS:
         out.print(f"… and {format_count(len(flawed) - _TOLD_FLAWS)} more (--json lists all)")
     if flawed:
-        done = "removed" if removed else "are no whole records; --remove removes them"
-        out.print(f"{format_count(len(flawed))} files {done}")
+        done = "removed" if removed else "with a flaw; --remove removes what has one"
+        out.print(f"{format_number_of(len(flawed), 'file')} {done}")
 
 
 def _ago(seconds: float | None) -> str:

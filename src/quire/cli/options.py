@@ -209,16 +209,17 @@ def engine_of(loaded_options: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_llm(model: str | None, engine: dict[str, Any]) -> Any:
-    """Load a model, and make an engine with its cache; progress goes to standard error.
+    """Make an engine for a model; progress goes to standard error.
+
+    By the model's name, so that tiers know the model by its files, as a server's do.
 
     Raises: ConfigError, ModelNotLoadable, UnsupportedModel.
     """
-    console = Console(stderr=True)
-    loaded = load_model(model, EngineConfig.from_options(**engine), console)
-    with console.status("preparing the cache …"):
-        from quire.engine.llm import LLM
+    import_engine_for(model, EngineConfig.from_options(**engine))
+    from quire.engine.llm import LLM
 
-        return LLM(loaded, **engine_of(engine))
+    Console(stderr=True).print(f"loading {model or 'the demo model'} …", highlight=False)
+    return LLM(model, show_progress=model is not None, **engine)
 
 
 # -- tables and progress ---------------------------------------------------------------------------

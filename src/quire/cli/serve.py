@@ -135,6 +135,7 @@ def _announce(console: Console, facts: Any) -> None:
             f"{facts.num_longest:,.1f} of {format_count(facts.max_model_len)} tokens fit "
             f"(max_model_len); at most {format_count(facts.max_num_seqs)} run at once",
         ),
+        *([("tiers", escape(", ".join(facts.tiers)))] if facts.tiers else []),
         ("clients", _clients(facts, keys)),
         ("memory page", _page(facts.url)),
     ]

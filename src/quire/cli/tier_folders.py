@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.tiers import TierAddress, TierError
 from quire.tiers.fingerprint import Fingerprint
 from quire.tiers.record_folder import NamespaceContents, namespaces_of
-from quire.units import format_bytes, format_count
+from quire.units import format_bytes, format_number_of
 
 _KIND = "file"  # of tiers that lie in folders
 _NO_DESCRIPTION = (
@@ -58,8 +59,8 @@ class FoundTier:
         if not any(each.num_records for each in self.namespaces):
             return f"no records yet; an engine with these options begins {self.own}"
         return (
-            f"{format_count(len(self.namespaces))} of other engines and none that fits: an engine "
-            f"with these options begins {self.own}"
+            f"{format_number_of(len(self.namespaces), 'namespace')} of other engines, and none "
+            f"that fits: an engine with these options begins {self.own}"
         )
 
 
@@ -68,7 +69,7 @@ def find_tiers(model: str | None, config: EngineConfig) -> tuple[FoundTier, ...]
 
     Weights are hashed if they have not been, which takes a second for each 1.5 GB.
 
-    Raises: ConfigError, ModelNotLoadable.
+    Raises: ModelNotLoadable, MemoryUnavailable.
     """
     if not config.tiers:
         return ()
@@ -77,7 +78,7 @@ def find_tiers(model: str | None, config: EngineConfig) -> tuple[FoundTier, ...]
 
     try:
         own, why_not = planned_fingerprint(model, config), None
-    except CannotName as error:
+    except (CannotName, ConfigError) as error:
         own, why_not = None, f"no tier can be used: {error}"
     return tuple(_found(address, own, why_not) for address in config.tiers)
 
@@ -96,8 +97,7 @@ def print_tiers(found: tuple[FoundTier, ...], console: Console) -> None:
         for each in tier.namespaces or ():
             used = each.used_s and f", last used {datetime.fromtimestamp(each.used_s):%F %R}"
             console.print(
-                f"  [cyan]{each.name}[/]  {format_count(each.num_records)} "
-                f"record{'' if each.num_records == 1 else 's'}, "
+                f"  [cyan]{each.name}[/]  {format_number_of(each.num_records, 'record')}, "
                 f"{format_bytes(each.num_bytes)}{used or ''}"
             )
             for line in each.differences:

@@ -61,7 +61,10 @@ class TransferExtras:
     def __post_init__(self) -> None:
         name = f"{_OPTION}: "
         if isinstance(self.size, str):
-            object.__setattr__(self, "size", parse_bytes(self.size))
+            try:
+                object.__setattr__(self, "size", parse_bytes(self.size))
+            except ValueError as error:
+                raise ConfigError(f"{name}size: {error}") from None
         in_range(f"{name}size", self.size, 1, 2**63)
         is_number = isinstance(self.lease_s, int | float) and not isinstance(self.lease_s, bool)
         if not is_number or not isfinite(self.lease_s) or not 0 < self.lease_s <= _LONGEST_LEASE_S:
@@ -108,6 +111,9 @@ class KVTransferConfig:
 
     def __post_init__(self) -> None:
         name = f"{_OPTION}: "
+        for needed, known in (("kv_connector", (_OWN, _OFFLOADING)), ("kv_role", get_args(Role))):
+            if getattr(self, needed) is None:
+                raise ConfigError(f"{name}{needed} is missing; known: {', '.join(known)}")
         connector = str(self.kv_connector)
         if connector in _OTHERS:
             raise ConfigError(f"{name}kv_connector={connector!r} is refused: {_OTHERS[connector]}")

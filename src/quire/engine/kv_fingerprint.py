@@ -1,18 +1,21 @@
-"""What the entries of an engine's cache mean: the fingerprint of its model, options and groups."""
+"""What the entries of an engine's cache mean: the fingerprint of its model, options and blocks."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from quire.config import KV_CACHE_DTYPES, EngineConfig, kernel_dir
-from quire.engine.kv_sizing import stored_spec
+from quire.devices import choose_device
+from quire.engine.kv_budget import named_memory
+from quire.engine.kv_sizing import cache_sizes, require_blocks, stored_spec
+from quire.kv import Accounting, Storage, build_accounting, build_storage
+from quire.kv.interface import BlockBytes, ExternalBlocks
 from quire.models.file_hashes import CannotName, KeptHashes
 from quire.models.loader import LoadedModel, looked_at, read_config
 from quire.models.model_content import ModelContent, content_of_files, model_content
-from quire.models.rank_spec import part_spec
-from quire.spec import Group
+from quire.spec import Group, ModelSpec
 from quire.spec.model_files import find_folder
 from quire.tiers.fingerprint import Fingerprint
 from quire.tiers.record import VERSION
@@ -20,6 +23,7 @@ from quire.tiers.record import VERSION
 # Raised by hand where Quire's own arithmetic no longer gives what it gave, but for rounding: where
 # an error was repaired whose results may lie in tiers, or positions are counted otherwise.
 ARITHMETIC = 1
+_PLANNED_BYTES = 2**28  # of addresses, for a cache that is only looked at
 
 # What an option does to bytes in a record.
 #   named     other options are other fingerprints
@@ -33,7 +37,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "dtype": "named",
         "quantization": "named",
         "kv_cache_dtype": "named",
-        "cache": "rounding",  # each part of a record says how it is laid out
+        "cache": "named",  # by how it lays blocks out, which several may do alike
         "attention_backend": "rounding",
         "enforce_eager": "rounding",
         "max_model_len": "nothing",  # a length that would turn positions is refused
@@ -69,25 +73,55 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """What blocks are in a cache, and how their bytes lie."""
+
+    groups: tuple[Group, ...]  # as they are stored, of one rank
+    block_size: int  # tokens: more than the option's where a page holds more
+    order: str  # of a block's bytes
+    rows: tuple[tuple[int, ...], ...]  # of each group: bytes of a block, in each of its tensors
+
+    @classmethod
+    def of(cls, accounting: Accounting, storage: Storage) -> "BlockLayout":
+        """Describe the blocks of a cache that tiers can serve (``require_blocks``)."""
+        assert isinstance(accounting, ExternalBlocks)
+        assert isinstance(storage, BlockBytes)
+        groups = accounting.groups
+        return cls(
+            groups=groups,
+            block_size=accounting.index.block_size,
+            order=storage.block_order,
+            rows=tuple(
+                tuple(rows.shape[1] for rows in storage.block_rows(number))
+                for number in range(len(groups))
+            ),
+        )
+
+
+def has_blocks(accounting: Accounting, storage: Storage) -> bool:
+    """Tell whether a cache has blocks that may lie in tiers, too."""
+    return isinstance(accounting, ExternalBlocks) and isinstance(storage, BlockBytes)
+
+
 def kv_fingerprint(
-    loaded: LoadedModel, config: EngineConfig, groups: Sequence[Group], *, rank: int = 0
+    loaded: LoadedModel, config: EngineConfig, layout: BlockLayout, *, rank: int = 0
 ) -> Fingerprint:
     """Return the fingerprint of an engine's records, as long as its model is what it is now.
-
-    ``groups``: as they are stored, of this rank.
 
     Raises: CannotName with the reason why there is none, and why tiers are off then.
     """
     content = model_content(loaded, KeptHashes(kernel_dir()))
-    return fingerprint_of(content, config, groups, rank=rank)
+    return fingerprint_of(content, config, layout, rank=rank)
 
 
 def planned_fingerprint(name: str | Path | None, config: EngineConfig) -> Fingerprint:
-    """Return the fingerprint of rank 0's records in an engine for a folder or a hub name.
+    """Return the fingerprint of the records of an engine for a folder or a hub name.
 
     Its weights are hashed, if they have not been, and not loaded.
 
-    Raises: CannotName for weights that are not here; ModelNotLoadable, ConfigError.
+    Raises: CannotName for weights that are not here; ConfigError for a cache that tiers cannot
+    serve; ModelNotLoadable, MemoryUnavailable.
     """
     folder = find_folder(name)
     source = str(folder or name)
@@ -104,13 +138,43 @@ def planned_fingerprint(name: str | Path | None, config: EngineConfig) -> Finger
         quantizes=config.quantization is not None,
     )
     spec = spec.computed_in(dtype)
-    if config.tensor_parallel_size > 1:
-        spec = part_spec(source, hf_config, spec, config.tensor_parallel_size)
-    return fingerprint_of(content, config, stored_spec(config, spec).groups)
+    return fingerprint_of(content, config, planned_layout(config, source, spec))
+
+
+def planned_layout(config: EngineConfig, name: str, spec: ModelSpec) -> BlockLayout:
+    """Return the layout of the blocks in an engine's cache: that of a small cache of its kind.
+
+    Addresses are reserved for it, and no page is committed.
+
+    Raises: ConfigError for a cache without blocks; MemoryUnavailable.
+    """
+    provider = named_memory(config, choose_device(config.device))
+    sizes = cache_sizes(
+        config,
+        spec,
+        page_bytes=provider.page_bytes,
+        capacity_bytes=_PLANNED_BYTES,
+        can_share=provider.cannot_share is None,
+        max_mappings=None,
+    )
+    accounting = build_accounting(
+        config.cache, stored_spec(config, spec), replace(sizes, max_num_seqs=1)
+    )
+    storage = build_storage(config.cache, accounting, provider)
+    try:
+        require_blocks(
+            config,
+            name,
+            source_tokens=spec.source_tokens,
+            has_blocks=has_blocks(accounting, storage),
+        )
+        return BlockLayout.of(accounting, storage)
+    finally:
+        storage.close()
 
 
 def fingerprint_of(
-    content: ModelContent, config: EngineConfig, groups: Sequence[Group], *, rank: int = 0
+    content: ModelContent, config: EngineConfig, layout: BlockLayout, *, rank: int = 0
 ) -> Fingerprint:
     """Return the fingerprint of what a model's content and options store. Raises: CannotName."""
     of_config = dict(content.config)
@@ -122,8 +186,12 @@ def fingerprint_of(
         "dtype": content.dtype,
         "quantization": config.quantization,
         "kv_cache_dtype": KV_CACHE_DTYPES[config.kv_cache_dtype] or content.dtype,
-        "block_size": config.block_size,
-        "groups": [_group(group) for group in groups],
+        "block_size": layout.block_size,
+        "order": layout.order,
+        "groups": [
+            {**_group(group), "rows": rows}
+            for group, rows in zip(layout.groups, layout.rows, strict=True)
+        ],
         "rank": rank,
         "tensor_parallel_size": config.tensor_parallel_size,
         "record_version": VERSION,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.engine.kv_cache import KVCache
-from quire.engine.kv_fingerprint import kv_fingerprint
+from quire.engine.kv_fingerprint import BlockLayout, has_blocks, kv_fingerprint
 from quire.engine.kv_sizing import require_blocks, staging_bytes
 from quire.engine.offloading.block_copies import BlockCopies, record_formats
 from quire.engine.offloading.carrier import ThreadedCarrier
@@ -17,7 +17,7 @@ from quire.engine.scheduling.offload_policy import OffloadPolicy
 from quire.engine.scheduling.step_costs import Clock, Costs
 from quire.engine.transfer import PeerTransfer
 from quire.errors import ConfigError
-from quire.kv.interface import BlockBytes, ExternalBlocks
+from quire.kv.interface import ExternalBlocks
 from quire.models.file_hashes import CannotName
 from quire.models.loader import LoadedModel
 from quire.tiers import TIERS, Tier, TierAddress, TierError
@@ -48,14 +48,14 @@ def make_offloading(
         config,
         loaded.name,
         source_tokens=loaded.spec.source_tokens,
-        has_blocks=isinstance(kv.accounting, ExternalBlocks) and isinstance(kv.storage, BlockBytes),
+        has_blocks=has_blocks(kv.accounting, kv.storage),
     )
     assert isinstance(kv.accounting, ExternalBlocks)
-    groups = kv.accounting.groups
-    block_size = kv.accounting.index.block_size  # not the option's, where a page holds more
+    groups, layout = kv.accounting.groups, BlockLayout.of(kv.accounting, kv.storage)
+    block_size = layout.block_size
     seal = None if config.kv_tier_key is None else KeyedSeal(_read_key(config.kv_tier_key))
     try:
-        fingerprint = kv_fingerprint(loaded, config, groups)
+        fingerprint = kv_fingerprint(loaded, config, layout)
     except CannotName as error:
         raise ConfigError(
             f"kv_tier: records of {loaded.name} would have no name: {error}"
@@ -65,7 +65,7 @@ def make_offloading(
 
     def is_same_model() -> bool:
         try:
-            return kv_fingerprint(loaded, config, groups) == fingerprint
+            return kv_fingerprint(loaded, config, layout) == fingerprint
         except CannotName:
             return False
 

@@ -198,6 +198,7 @@ class StartUp:
     max_model_len: int
     num_longest: float  # sequences of that length that fit
     max_num_seqs: int
+    tiers: tuple[str, ...]  # their names, the nearest first
     num_keys: int
     has_admin_key: bool
     is_local: bool
@@ -222,6 +223,7 @@ def start_up(llm: "AsyncLLM", config: ServerConfig, url: str) -> StartUp:
         max_model_len=own.max_model_len,
         num_longest=kv_bytes / max(1, own.spec.bytes_for(own.max_model_len)),
         max_num_seqs=own.config.max_num_seqs,
+        tiers=tuple(tier.name for tier in own.tiers.tiers) if own.tiers is not None else (),
         num_keys=len(set(config.api_key)),
         has_admin_key=bool(config.admin_api_key),
         is_local=config.is_local,
