@@ -18,6 +18,7 @@ import random
 import secrets
 import socket
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -59,14 +60,16 @@ def main(
     rate_rounds: Annotated[int, typer.Option(help="Of rates.")] = 15,
     prompt_tokens: int = 2000,
     threads: Annotated[int, typer.Option(help="Threads of torch, in each process.")] = 2,
+    within: Annotated[float, typer.Option(help="Seconds after which no round begins.")] = 3600.0,
     model: Annotated[Path, typer.Option(help="Its folder; made if it is not there.")] = MODEL,
 ) -> None:
     """Print rates and first tokens: medians, the least and the greatest, and ratios of pairs."""
+    stop_s = time.monotonic() + within
     with tempfile.TemporaryDirectory() as folder:
         if rate_rounds:
             _rates(Path(folder), rate_rounds, -(-prompt_tokens // 16))
         if rounds:
-            _first_tokens(Path(folder), make(model), rounds, prompt_tokens, threads)
+            _first_tokens(Path(folder), make(model), rounds, prompt_tokens, threads, stop_s)
 
 
 # -- rates -----------------------------------------------------------------------------------------
@@ -206,7 +209,7 @@ def _names(count: int) -> list[bytes]:
 
 
 def _first_tokens(
-    folder: Path, model: Path | str, rounds: int, prompt_tokens: int, threads: int
+    folder: Path, model: Path | str, rounds: int, prompt_tokens: int, threads: int, stop_s: float
 ) -> None:
     torch.set_num_threads(threads)
     loaded, rng = load(model), random.Random(SEED)
@@ -230,6 +233,9 @@ def _first_tokens(
             for way, (address, options) in ways.items()
         }
         for number in range(rounds):
+            if number and time.monotonic() > stop_s:
+                rounds = number
+                break
             prompt = [rng.randrange(5, loaded.vocab_size) for _ in range(prompt_tokens)]
             for way in ways:  # its cache has the prompt from then on
                 _left(pipe, way, prompt)
@@ -245,6 +251,7 @@ def _first_tokens(
                 seconds, found = _first_token(engine, prompt, params)
                 times.setdefault(name, []).append(seconds)
                 cached.setdefault(name, []).append(found)
+                print(f"round {number + 1}: {name}: {seconds:.2f} s", file=sys.stderr, flush=True)
                 after = _loaded_by(engine)
                 if way in ways and after[1] > before[1]:
                     rate = (after[0] - before[0]) / (after[1] - before[1]) / 1e6
