@@ -90,7 +90,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays to the end: a collection of garbage need not look through it."""
+    _keep_what_is_there()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _keep_what_is_there()  # a file imports more, and a server's end unfreezes all of it
+
+
+def _keep_what_is_there() -> None:
+    """It stays to the end, and to look through it would take a collection half a second."""
     gc.collect()
     gc.freeze()
 
@@ -126,6 +137,7 @@ def _logging_as_found() -> Iterator[None]:
         x.propagate, x.handlers, x.filters = propagate, handlers, filters
 
 
+@pytest.hookimpl(trylast=True)  # after pytest's own, which looks through all of it five times
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # so that a library that counts what is left finds nothing
     week_ago_s = time.time() - 7 * 86_400
