@@ -6,7 +6,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -61,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     The choice is made for good when Triton is imported, which no test does that does not need it.
     """
     os.environ[target.OPTION] = config.getoption("--device")
+    covering.run_all("not full" not in config.getoption("markexpr"))
     try:
         named.choose({option: config.getoption(option) for option in named.OPTIONS})
     except ConfigError as error:
@@ -87,6 +88,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         emulated = target.name() == target.EMULATED
         if needs and not (emulated and needs.kwargs.get("emulated")):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()  # what imports and collects makes, stays
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
