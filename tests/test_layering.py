@@ -134,13 +134,18 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.path.read_text(encoding="utf-8"), str(self.path))
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Return all of the tree, walked through once for all tests."""
+        return list(ast.walk(self.tree))
+
     def where(self, node: ast.AST | None = None) -> str:
         line = f":{getattr(node, 'lineno', 1)}" if node else ""
         return f"{self.path.relative_to(SRC.parent)}{line}"
 
     def imports(self) -> Iterator[tuple[ast.AST, str]]:
         """Every import, inside functions and TYPE_CHECKING too: (node, full dotted name)."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     yield node, alias.name
@@ -269,7 +274,7 @@ def test_no_other_room_asks_which_strategy_it_is() -> None:
             f"{module.where(node)} asks for {', '.join(sorted(asked))}"
             for module in MODULES
             if module.room not in ("kv", "memory") and module.name not in NAMES_STRATEGIES
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if (asked := asked_for(node) & (names | classes))
         ),
         "Let Strategy (quire/kv/strategies.py) have a field that says what you need to know.",
@@ -338,7 +343,7 @@ def test_no_class_or_module_has_a_retired_word_for_a_name() -> None:
     for module in MODULES:
         problems += [
             f"{module.where(node)} class {node.name}"
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.ClassDef) and node.name in RETIRED
         ]
     report(problems, "docs/glossary.md has the word that the field uses.")
@@ -358,7 +363,7 @@ def test_no_other_room_asks_for_an_attention_backend_by_name() -> None:
     own = {"flashinfer", "triton", "sdpa", "reference"}  # "cpu" is a device too
     problems = []
     for module in MODULES:
-        for node in ast.walk(module.tree) if module.room != "attention" else ():
+        for node in module.nodes if module.room != "attention" else ():
             # Transformers has names of its own ways to attend.
             if isinstance(node, ast.Compare) and "_attn_implementation" not in ast.unparse(node):
                 found = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)} & own
@@ -389,7 +394,7 @@ def test_private_names_stay_in_their_module() -> None:
                 ours.add(name.split(".")[-1])
         problems += [
             f"{module.where(node)} uses {node.value.id}.{node.attr}"
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and node.value.id in ours
@@ -428,7 +433,7 @@ def test_only_config_reads_the_environment() -> None:
         imported = [node for node, name in module.imports() if name in {f"os.{x}" for x in names}]
         used = [
             node
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and node.value.id == "os"
@@ -450,7 +455,7 @@ def state_of(module: Module) -> Iterator[tuple[ast.AST, str]]:
     """What is bound at import to something that can be changed."""
     makers = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
     displays = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Global):
             yield node, f"global {', '.join(node.names)}"
     for node in top_level(module.tree.body):
@@ -481,7 +486,7 @@ def test_only_the_command_line_prints() -> None:
             module.where(node)
             for module in MODULES
             if module.room != "cli"
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
         ),
         "Return it, or use logging.getLogger(__name__): only quire.cli talks to people.",
@@ -500,7 +505,7 @@ def test_class_names_say_what_a_thing_is() -> None:
         (
             f"{module.where(node)} class {node.name}"
             for module in MODULES
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.ClassDef) and VAGUE.search(node.name)
         ),
         "No Base, Abstract, Manager, Helper, Utils or Impl: a protocol has the plain noun, an "

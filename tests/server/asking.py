@@ -182,10 +182,17 @@ async def serving(
     llm: AsyncLLM | None = None,
     **options: Any,
 ) -> AsyncIterator[Client]:
-    """A server in this process, over an ``engine`` of its own or over ``llm``; nothing is left."""
+    """A server in this process, over an ``engine`` of its own or over ``llm``; nothing is left.
+
+    ``llm`` is found with nothing cached, and what it was told to be ``saying`` ends here.
+    """
     async with AsyncExitStack() as stack:
         if llm is None:
             llm = await stack.enter_async_context(engine(model, **options))
+        else:
+            assert await llm.reset_prefix_cache()
+            stack.callback(vars(llm).pop, "generate", None)
+            stack.push_async_callback(llm.abort, None)
         app = make_app(llm, config or ServerConfig())
         yield Client(app)
         app.state.service.close()
