@@ -48,19 +48,24 @@ MAY_IMPORT = {
     "engine.kv_sizing": "errors units config spec memory kv",
     "engine.kv_cache": "errors memory kv",
     "engine.interfaces": "kv engine.sequence engine.step_plan engine.scheduling",
+    "engine.event_format": "spec kv",
     "engine.core": "errors units engine.sequence engine.step_plan engine.scheduling"
     " engine.scheduler engine.interfaces",
     "engine": "errors units config spec memory kv tiers attention models devices"
     " sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.detokenizer engine.kv_sizing engine.kv_cache"
-    " engine.sampling engine.structured",
+    " engine.sampling engine.structured engine.event_format",
+    "fleet.placement": "spec kv engine.event_format",
     "planner": "errors units traces config spec memory kv tiers sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
-    " engine.interfaces engine.core engine.kv_sizing figures",
+    " engine.interfaces engine.core engine.kv_sizing figures engine.event_format fleet.placement",
     "chat": "errors units sampling_params",
     "server": "errors units traces config spec kv tiers sampling_params engine.sequence"
-    " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat",
+    " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat"
+    " engine.event_format",
+    "fleet": "errors units config spec kv tiers sampling_params engine.sequence engine server"
+    " engine.event_format fleet.placement",
     "http": "errors",
     "bench": "errors units traces kv sampling_params engine.step_plan engine.scheduling engine"
     " http planner",
@@ -82,6 +87,7 @@ ONLY_IN = {
     "numba": {"attention"},
     "obstore": {"tiers"},
     "mooncake": {"tiers"},
+    "dynamo": {"fleet"},
     "llvmlite": {"kernels", "attention", "layers"},
     "typer": {"cli"},
     "rich": {"cli"},
@@ -105,7 +111,7 @@ TORCH_FREE = (
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
     *("engine.interfaces", "engine.core", "engine.kv_cache"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),
-    "server.run",
+    *("server.run", "engine.event_format", "fleet.placement"),
 )
 
 VAGUE = re.compile(r"(Base|Abstract|Manager|Helper|Util|Utils|Impl)(?![a-z])")
