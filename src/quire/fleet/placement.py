@@ -240,18 +240,26 @@ class LeastLoaded:
         *,
         session: str | None = None,
     ) -> Placed:
+        placed = self.thought(token_ids, candidates)
+        self.reserve(placed)
+        return placed
+
+    def thought(self, token_ids: PromptTokens, candidates: Sequence[str]) -> Placed:
+        """Return what ``place`` would choose, without counting it. Raises: ValueError."""
         if not candidates:
             raise ValueError(_NO_CANDIDATES)
         of, draw = self._loads.of, self._random.random
         ranked = tuple(sorted(candidates, key=lambda each: (of(each).num_requests, draw())))
-        placed = Placed(
+        return Placed(
             number=next(self._numbers),
             replica=ranked[0],
             ranked=ranked,
             num_prompt_tokens=len(token_ids),
         )
+
+    def reserve(self, placed: Placed) -> None:
+        """Count a choice."""
         self._loads.reserve(placed)
-        return placed
 
     def note_first_token(self, placed: Placed) -> None:
         self._loads.note_first_token(placed)
@@ -273,6 +281,9 @@ _NO_CANDIDATES = "there is no replica to choose from"
 
 # What loading a block costs where no tier has been measured, of computing it.
 _LOAD_FRACTION: Final[Mapping[Medium, float]] = MappingProxyType({"CPU": 0.2, "STORAGE": 0.4})
+# What a second of computing weighs, against one of waiting. The prompt waits for both alike, but what
+# is computed twice keeps others waiting, too, and takes the place of blocks that would be found.
+DEFAULT_WORK_WEIGHT: Final = 9.0
 # Costs are estimates: those within this of the least one are equals.
 _EQUAL_FRACTION: Final = 0.05
 _EQUAL_S: Final = 0.001
@@ -281,10 +292,10 @@ _MOST_SESSIONS: Final = 65_536
 
 @final
 class PrefixAware:
-    """Takes the replica that would have the first token soonest, by its cache and its queue.
+    """Takes the replica that has least to do until the first token, by its cache and its queue.
 
     The cost of a replica is what it would have to compute of the prompt, load from tiers, and do
-    before, in the seconds that it has measured. A prompt that is computed there already, for a
+    before, in the seconds that it has measured; computing weighs more than waiting. A prompt that is computed there already, for a
     request that was sent and has no first token yet, counts as found. Among equals a session stays
     where it was, then the least loaded one is taken, then one at random.
     """
@@ -293,10 +304,16 @@ class PrefixAware:
         self,
         directory: PrefixDirectory,
         *,
+        work_weight: float = DEFAULT_WORK_WEIGHT,
         clock: Clock = time.monotonic,
         seed: int | None = None,
     ) -> None:
-        """``directory``: told by the replicas' events, beside this."""
+        """``directory``: told by the replicas' events, beside this.
+
+        ``work_weight``: of a second of computing, against one of waiting; 1 looks only at this
+        request's own first token.
+        """
+        self._work_weight = work_weight
         self.directory = directory
         self._clock, self._loads = clock, Loads(clock)
         self._promises = Promises()
@@ -318,24 +335,27 @@ class PrefixAware:
         found = self.directory.find(hashes, candidates)
         promised = self._promises.find(hashes)
         size, longest = self.directory.block_size, len(token_ids) - 1
-        thought: dict[str, tuple[float, dict[Medium, int]]] = {}
+        # Of each replica: seconds of the prompt's own work, and of waiting; what it has found.
+        thought: dict[str, tuple[float, float, dict[Medium, int]]] = {}
         for replica in candidates:
             blocks = found.get(replica, {})
             if (coming := promised.get(replica, 0)) > sum(blocks.values()):
                 blocks = {"GPU": coming}
             tokens = tokens_of(blocks, size, longest)
-            num_computed = len(token_ids) - sum(tokens.values())
-            thought[replica] = self._cost_s(replica, num_computed, blocks), tokens
+            compute = len(token_ids) - sum(tokens.values())
+            thought[replica] = *self._costs_s(replica, compute, blocks), tokens
         last = self._sessions.get(session) if session is not None else None
-        ranked = self._ranked({each: cost for each, (cost, _) in thought.items()}, last)
-        cost_s, tokens = thought[ranked[0]]
+        weight = self._work_weight
+        costs = {each: weight * own_s + wait_s for each, (own_s, wait_s, _) in thought.items()}
+        ranked = self._ranked(costs, last)
+        own_s, wait_s, tokens = thought[ranked[0]]
         placed = Placed(
             number=next(self._numbers),
             replica=ranked[0],
             ranked=ranked,
             num_prompt_tokens=len(token_ids),
             found_tokens=tokens,
-            cost_ms=1000 * cost_s,
+            cost_ms=1000 * (own_s + wait_s),
         )
         self._loads.reserve(placed)
         self._promises.add(placed, hashes)
@@ -362,36 +382,42 @@ class PrefixAware:
         self._loads.forget(replica)
         self._promises.forget(replica)
 
-    def _cost_s(self, replica: str, num_computed: int, blocks: Mapping[Medium, int]) -> float:
-        """Estimate the seconds until the first token of a prompt that has so much to compute."""
+    def _costs_s(
+        self, replica: str, compute: int, blocks: Mapping[Medium, int]
+    ) -> tuple[float, float]:
+        """Estimate a prompt's work and its waiting at a replica, both in seconds.
+
+        ``compute``: tokens; ``blocks``: that are found.
+        """
         standing = self._loads.of(replica)
-        load = standing.load
-        compute = num_computed + standing.queued_tokens
-        num_steps = ceil_div(compute, load.max_num_batched_tokens)
-        cost_s = compute * load.compute_s_per_token + num_steps * load.decode_s_per_step
-        block_s = self.directory.block_size * load.compute_s_per_token
+        load, block_size = standing.load, self.directory.block_size
+        own_s = compute * load.compute_s_per_token
         for medium, fraction in _LOAD_FRACTION.items():
             if num := blocks.get(medium, 0):
-                cost_s += num * load.load_s_per_block.get(medium, fraction * block_s)
+                computing_s = block_size * load.compute_s_per_token
+                own_s += num * load.load_s_per_block.get(medium, fraction * computing_s)
+        wait_s = standing.queued_tokens * load.compute_s_per_token
+        num_steps = ceil_div(compute + standing.queued_tokens, load.max_num_batched_tokens)
+        wait_s += num_steps * load.decode_s_per_step
         if (waiting := standing.num_requests - load.max_num_seqs + 1) > 0:
-            cost_s += waiting * self._loads.mean_run_s / load.max_num_seqs
-        return cost_s
+            wait_s += waiting * self._loads.mean_run_s / load.max_num_seqs
+        return own_s, wait_s
 
-    def _ranked(self, costs_s: Mapping[str, float], last: str | None) -> tuple[str, ...]:
+    def _ranked(self, costs: Mapping[str, float], last: str | None) -> tuple[str, ...]:
         """Order replicas by cost; among the first equals, as the class says."""
-        least = min(costs_s.values())
+        least = min(costs.values())
         equal = least * (1 + _EQUAL_FRACTION) + _EQUAL_S
         of, draw = self._loads.of, self._random.random
 
         def rank(replica: str) -> tuple[float, bool, int, float]:
             return (
-                max(costs_s[replica], equal),
+                max(costs[replica], equal),
                 replica != last,
                 of(replica).num_requests,
                 draw(),
             )
 
-        return tuple(sorted(costs_s, key=rank))
+        return tuple(sorted(costs, key=rank))
 
 
 def tokens_of(blocks: Mapping[Medium, int], size: int, longest: int) -> dict[Medium, int]:
