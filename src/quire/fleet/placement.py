@@ -281,10 +281,10 @@ _NO_CANDIDATES = "there is no replica to choose from"
 
 # What loading a block costs where no tier has been measured, of computing it.
 _LOAD_FRACTION: Final[Mapping[Medium, float]] = MappingProxyType({"CPU": 0.2, "STORAGE": 0.4})
-# What a second of computing weighs, against one of waiting. The prompt waits for both alike, but what
+# What a second of computing weighs, against one of waiting. A prompt waits for both alike, but what
 # is computed twice keeps others waiting, too, and takes the place of blocks that would be found.
 DEFAULT_WORK_WEIGHT: Final = 9.0
-# Costs are estimates: those within this of the least one are equals.
+# Costs are estimates: those above the least one by so much of its time are equals.
 _EQUAL_FRACTION: Final = 0.05
 _EQUAL_S: Final = 0.001
 _MOST_SESSIONS: Final = 65_536
@@ -295,9 +295,9 @@ class PrefixAware:
     """Takes the replica that has least to do until the first token, by its cache and its queue.
 
     The cost of a replica is what it would have to compute of the prompt, load from tiers, and do
-    before, in the seconds that it has measured; computing weighs more than waiting. A prompt that is computed there already, for a
-    request that was sent and has no first token yet, counts as found. Among equals a session stays
-    where it was, then the least loaded one is taken, then one at random.
+    before, in the seconds that it has measured; computing weighs more than waiting. What is being
+    computed there, for a request that has no first token yet, counts as found. Among equals a
+    session stays where it was, then the least loaded one is taken, then one at random.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ class PrefixAware:
         found = self.directory.find(hashes, candidates)
         promised = self._promises.find(hashes)
         size, longest = self.directory.block_size, len(token_ids) - 1
-        # Of each replica: seconds of the prompt's own work, and of waiting; what it has found.
+        # Of each replica: seconds of computing and of waiting, and what it has of the prompt.
         thought: dict[str, tuple[float, float, dict[Medium, int]]] = {}
         for replica in candidates:
             blocks = found.get(replica, {})
@@ -344,18 +344,20 @@ class PrefixAware:
             tokens = tokens_of(blocks, size, longest)
             compute = len(token_ids) - sum(tokens.values())
             thought[replica] = *self._costs_s(replica, compute, blocks), tokens
+        costs = {
+            each: (self._work_weight * compute_s + wait_s, compute_s + wait_s)
+            for each, (compute_s, wait_s, _) in thought.items()
+        }
         last = self._sessions.get(session) if session is not None else None
-        weight = self._work_weight
-        costs = {each: weight * own_s + wait_s for each, (own_s, wait_s, _) in thought.items()}
         ranked = self._ranked(costs, last)
-        own_s, wait_s, tokens = thought[ranked[0]]
+        compute_s, wait_s, tokens = thought[ranked[0]]
         placed = Placed(
             number=next(self._numbers),
             replica=ranked[0],
             ranked=ranked,
             num_prompt_tokens=len(token_ids),
             found_tokens=tokens,
-            cost_ms=1000 * (own_s + wait_s),
+            cost_ms=1000 * (compute_s + wait_s),
         )
         self._loads.reserve(placed)
         self._promises.add(placed, hashes)
@@ -385,33 +387,37 @@ class PrefixAware:
     def _costs_s(
         self, replica: str, compute: int, blocks: Mapping[Medium, int]
     ) -> tuple[float, float]:
-        """Estimate a prompt's work and its waiting at a replica, both in seconds.
+        """Estimate how long a prompt computes and how long it waits at a replica, in seconds.
 
         ``compute``: tokens; ``blocks``: that are found.
         """
         standing = self._loads.of(replica)
         load, block_size = standing.load, self.directory.block_size
-        own_s = compute * load.compute_s_per_token
+        wait_s = standing.queued_tokens * load.compute_s_per_token
         for medium, fraction in _LOAD_FRACTION.items():
             if num := blocks.get(medium, 0):
                 computing_s = block_size * load.compute_s_per_token
-                own_s += num * load.load_s_per_block.get(medium, fraction * computing_s)
-        wait_s = standing.queued_tokens * load.compute_s_per_token
+                wait_s += num * load.load_s_per_block.get(medium, fraction * computing_s)
         num_steps = ceil_div(compute + standing.queued_tokens, load.max_num_batched_tokens)
         wait_s += num_steps * load.decode_s_per_step
         if (waiting := standing.num_requests - load.max_num_seqs + 1) > 0:
             wait_s += waiting * self._loads.mean_run_s / load.max_num_seqs
-        return own_s, wait_s
+        return compute * load.compute_s_per_token, wait_s
 
-    def _ranked(self, costs: Mapping[str, float], last: str | None) -> tuple[str, ...]:
-        """Order replicas by cost; among the first equals, as the class says."""
-        least = min(costs.values())
-        equal = least * (1 + _EQUAL_FRACTION) + _EQUAL_S
+    def _ranked(
+        self, costs: Mapping[str, tuple[float, float]], last: str | None
+    ) -> tuple[str, ...]:
+        """Order replicas by cost; among the first equals, as the class says.
+
+        ``costs``: what a replica costs, and the seconds that it was thought to take.
+        """
+        least, seconds = min(costs.values())
+        equal = least + _EQUAL_FRACTION * seconds + _EQUAL_S
         of, draw = self._loads.of, self._random.random
 
         def rank(replica: str) -> tuple[float, bool, int, float]:
             return (
-                max(costs[replica], equal),
+                max(costs[replica][0], equal),
                 replica != last,
                 of(replica).num_requests,
                 draw(),
