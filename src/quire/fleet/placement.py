@@ -282,7 +282,9 @@ _NO_CANDIDATES = "there is no replica to choose from"
 # -- by the caches ---------------------------------------------------------------------------------
 
 # What loading a block costs where no tier has been measured, of computing it.
-_LOAD_FRACTION: Final[Mapping[Medium, float]] = MappingProxyType({"CPU": 0.2, "STORAGE": 0.4})
+_LOAD_FRACTION: Final[Mapping[Medium, float]] = MappingProxyType(
+    {"GPU": 0.0, "CPU": 0.2, "STORAGE": 0.4}
+)
 # What a second of computing weighs, against one of waiting. A prompt waits for both alike, but what
 # is computed twice keeps others waiting, too, and takes the place of blocks that would be found.
 DEFAULT_WORK_WEIGHT: Final = 9.0
@@ -349,12 +351,13 @@ class PrefixAware:
             blocks = found.get(replica, {})
             if (coming := promised.get(replica, 0)) > sum(blocks.values()):
                 blocks = {"GPU": coming}
-            tokens = tokens_of(blocks, size, longest)
+            tokens = tokens_of(blocks, size, longest) if blocks else {}
             num_found = sum(tokens.values())
             compute_s, wait_s = self._costs_s(replica, len(token_ids) - num_found, blocks)
             thought[replica] = compute_s, wait_s, tokens
-            credit = max(0, formerly.get(replica, 0) * size - num_found) / len(token_ids)
-            weight = self._work_weight - _FORMER_WEIGHT * credit
+            weight = self._work_weight
+            if (lost := formerly.get(replica, 0) * size - num_found) > 0:
+                weight -= _FORMER_WEIGHT * lost / len(token_ids)
             costs[replica] = weight * compute_s + wait_s, compute_s + wait_s
         last = self._sessions.get(session) if session is not None else None
         ranked = self._ranked(costs, last)
@@ -404,10 +407,10 @@ class PrefixAware:
         standing = self._loads.of(replica)
         load, block_size = standing.load, self.directory.block_size
         wait_s = standing.queued_tokens * load.compute_s_per_token
-        for medium, fraction in _LOAD_FRACTION.items():
-            if num := blocks.get(medium, 0):
-                computing_s = block_size * load.compute_s_per_token
-                wait_s += num * load.load_s_per_block.get(medium, fraction * computing_s)
+        for medium, num in blocks.items():
+            computing_s = block_size * load.compute_s_per_token
+            default_s = _LOAD_FRACTION[medium] * computing_s
+            wait_s += num * load.load_s_per_block.get(medium, default_s)
         num_steps = ceil_div(compute + standing.queued_tokens, load.max_num_batched_tokens)
         wait_s += num_steps * load.decode_s_per_step
         if (waiting := standing.num_requests - load.max_num_seqs + 1) > 0:
