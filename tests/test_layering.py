@@ -103,8 +103,8 @@ ONLY_IN = {
     "flask": {"server"},
     "prometheus_client": {"server"},
     "opentelemetry": {"server"},
-    "msgspec": {"server", "cli", "traces", "engine"},
-    "zmq": {"engine"},
+    "msgspec": {"server", "cli", "traces", "engine", "fleet"},
+    "zmq": {"engine", "fleet"},
     "jinja2": {"chat"},
 }
 

@@ -324,7 +324,7 @@ class PrefixAware:
         self._work_weight = work_weight
         self.directory = directory
         self._clock, self._loads = clock, Loads(clock)
-        self._promises, self._memory = Promises(), Memory()
+        self._promises, self._former_places = Promises(), FormerPlaces()
         self._sessions = OrderedDict[str, str]()
         self._random = Random(seed)
         self._numbers = count()
@@ -342,7 +342,7 @@ class PrefixAware:
         hashes = self.directory.hashes(token_ids, keys)
         found = self.directory.find(hashes, candidates)
         promised = self._promises.find(hashes)
-        formerly = self._memory.find(hashes)
+        formerly = self._former_places.find(hashes)
         size, longest = self.directory.block_size, len(token_ids) - 1
         costs: dict[str, tuple[float, float]] = {}
         # Of each replica: seconds of computing and of waiting, and what it has of the prompt.
@@ -372,7 +372,7 @@ class PrefixAware:
         )
         self._loads.reserve(placed)
         self._promises.add(placed, hashes)
-        self._memory.add(placed.replica, hashes)
+        self._former_places.add(placed.replica, hashes)
         if session is not None:
             self._sessions[session] = placed.replica
             self._sessions.move_to_end(session)
@@ -395,7 +395,7 @@ class PrefixAware:
         self.directory.forget(replica)
         self._loads.forget(replica)
         self._promises.forget(replica)
-        self._memory.forget(replica)
+        self._former_places.forget(replica)
 
     def _costs_s(
         self, replica: str, compute: int, blocks: Mapping[Medium, int]
@@ -503,7 +503,7 @@ class Promises:
 
 
 @final
-class Memory:
+class FormerPlaces:
     """Where prefixes were sent last, of the latest ``_MOST_REMEMBERED`` that were kept."""
 
     def __init__(self) -> None:
