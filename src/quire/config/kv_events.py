@@ -37,8 +37,8 @@ class KVEventsConfig:
     hwm: int = 100_000  # batches that wait for one subscriber before it misses some
     max_queue_size: int = 100_000  # batches that wait to be sent before the oldest is dropped
     topic: str = ""  # the first frame of each message
-    # Quire's own: a file with a secret. Engines with the same one name blocks of tenants and of salts
-    # alike; None: each process draws a secret.
+    # Quire's own: a file with a secret. Engines that have the same one name blocks of tenants
+    # and of salts alike. None: each process draws a secret.
     name_key: str | None = None
 
     def __post_init__(self) -> None:
