@@ -37,39 +37,48 @@ MAY_IMPORT = {
     "layers": "errors units kernels",
     "models": "errors units kept_files spec memory kv kernels attention layers devices",
     "engine.structured": "errors units sampling_params",
-    "engine.sequence": "errors units kv sampling_params engine.structured",
+    "engine.detokenizer": "sampling_params",
+    "engine.sequence": "errors units kv sampling_params engine.structured engine.detokenizer",
     "engine.step_plan": "kv engine.sequence",
     "engine.statistics": "kv engine.sequence engine.step_plan",
     "engine.scheduling": "errors units spec kv engine.sequence engine.step_plan engine.statistics",
     "engine.scheduler": "errors units spec kv engine.sequence engine.step_plan"
     " engine.statistics engine.scheduling",
     "engine.sampling": "errors units devices sampling_params engine.sequence engine.step_plan",
-    "engine.detokenizer": "sampling_params",
     "engine.kv_sizing": "errors units config spec memory kv",
     "engine.kv_cache": "errors memory kv",
     "engine.interfaces": "kv engine.sequence engine.step_plan engine.scheduling",
     "engine.transfer": "errors units config kv tiers engine.sequence engine.scheduling",
     "engine.offloading": "errors units spec kv tiers engine.sequence engine.statistics"
     " engine.scheduling engine.kv_cache engine.transfer",
+    "engine.event_format": "spec kv",
     "engine.core": "errors units engine.sequence engine.step_plan engine.scheduling"
     " engine.scheduler engine.interfaces",
     "engine": "errors units config spec memory kv tiers attention models devices"
     " sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.detokenizer engine.kv_sizing engine.kv_cache"
-    " engine.sampling engine.structured engine.transfer engine.offloading",
+    " engine.sampling engine.structured engine.transfer engine.offloading engine.event_format",
+    "fleet.key_table": "",
+    "fleet.prefix_directory": "errors units spec kv engine.event_format fleet.key_table",
+    "fleet.placement": "units kv fleet.key_table fleet.prefix_directory",
     "planner": "errors units traces config spec memory kv tiers sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
-    " engine.interfaces engine.core engine.kv_sizing figures",
+    " engine.interfaces engine.core engine.kv_sizing figures engine.event_format"
+    " fleet.prefix_directory fleet.placement",
     "chat": "errors units sampling_params",
     "server": "errors units traces config spec kv tiers sampling_params engine.sequence"
-    " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat",
+    " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat"
+    " engine.event_format",
+    "fleet": "errors units config spec kv tiers sampling_params engine.sequence engine server"
+    " engine.event_format fleet.key_table fleet.prefix_directory fleet.placement",
     "http": "errors",
     "bench": "errors units traces kv sampling_params engine.step_plan engine.scheduling engine"
     " http planner",
     "compare": "errors units config spec kv models sampling_params engine.sequence engine figures",
     "cli": "errors units traces config spec memory kv tiers models sampling_params engine.sequence"
-    " engine planner server figures compare bench http engine.kv_sizing devices",
+    " engine planner server figures compare bench http engine.kv_sizing devices"
+    " fleet.prefix_directory",
 }
 
 # Who may import a package that is not ours; a package that is not listed may be imported anywhere.
@@ -85,6 +94,7 @@ ONLY_IN = {
     "numba": {"attention"},
     "obstore": {"tiers"},
     "mooncake": {"tiers"},
+    "dynamo": {"fleet"},
     "llvmlite": {"kernels", "attention", "layers"},
     "typer": {"cli"},
     "rich": {"cli"},
@@ -96,8 +106,8 @@ ONLY_IN = {
     "flask": {"server"},
     "prometheus_client": {"server"},
     "opentelemetry": {"server"},
-    "msgspec": {"server", "cli", "traces", "engine"},
-    "zmq": {"engine"},
+    "msgspec": {"server", "cli", "traces", "engine", "fleet"},
+    "zmq": {"engine", "fleet"},
     "jinja2": {"chat"},
 }
 
@@ -108,7 +118,7 @@ TORCH_FREE = (
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
     *("engine.interfaces", "engine.core", "engine.kv_cache", "engine.offloading"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),
-    "server.run",
+    *("server.run", "engine.event_format", "fleet.placement"),
 )
 
 VAGUE = re.compile(r"(Base|Abstract|Manager|Helper|Util|Utils|Impl)(?![a-z])")
