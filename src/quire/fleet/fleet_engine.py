@@ -127,7 +127,7 @@ class Stream:
     def break_off(self) -> None:
         """End the wait for the replica's next piece, now or when it begins, with ReplicaLost."""
         self.is_broken = True
-        if self.waits is not None:
+        if self.waits is not None and not self.waits.expired():
             self.waits.reschedule(asyncio.get_running_loop().time())
 
     @property
@@ -315,7 +315,10 @@ class FleetEngine:
             self._first, self._maker = facts, RequestMaker(facts.model)
         if self._follower is not None:
             self._follower.follow(member.name, facts)
-        self._set(member, "up", "")
+        if member.told_to_drain:
+            self._set(member, "draining", "it was told to")
+        else:
+            self._set(member, "up", "")
         self._note(member, report)
 
     def _check(self, name: str, facts: ReplicaFacts) -> None:
