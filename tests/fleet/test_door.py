@@ -2,20 +2,27 @@
 
 import asyncio
 import json
+from io import StringIO
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
+from rich.console import Console
+from typer.testing import CliRunner
 
 from fleet.replicas import door, engine, fleet_of
 from fleet.told import Prompt, on_the_wire
 from quire import AsyncLLM
+from quire.cli import command_line
+from quire.cli.fleet_view import FleetView
 from quire.config import ServerConfig
 from quire.fleet.event_follower import ZmqFollower
 from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.fleet_figures import FLEET_FAMILIES
+from quire.fleet.fleet_status import FleetStatus
 from quire.fleet.placement import PrefixAware, RoundRobin
 from quire.fleet.prefix_directory import PrefixDirectory
 from quire.fleet.replica import LocalReplica, facts_of
@@ -23,6 +30,7 @@ from quire.models.loader import load
 from quire.server.app import make_app
 from quire.server.dashboard.frames import FEED
 from server.asking import Client, run, serving
+from server.listening import listening
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference/metrics.md"
 TEXT = "def fibonacci(n):"
@@ -305,6 +313,49 @@ def test_the_fleet_is_seen() -> None:
             assert figures["quire:fleet_found_tokens_total", "a"] == first["real_found_tokens"]
             assert any(name[0] == "http_requests_total" for name in figures)
             assert not any(name[0].startswith("quire:kv_") for name in figures)
+
+    run(ask())
+
+
+def test_quire_top_shows_the_replicas() -> None:
+    def shown(view: FleetView) -> str:
+        console = Console(width=100, file=StringIO())
+        console.print(view)
+        assert isinstance(console.file, StringIO)
+        return console.file.getvalue()
+
+    async def ask() -> None:
+        async with fleet_of(placement=RoundRobin()) as fleet, door(fleet) as client:
+            body = {"prompt": TEXT, "max_tokens": 3, "temperature": 0}
+            for _ in range(3):
+                assert (await client.post("/v1/completions", body)).status == 200
+            fleet.replicas[1].mode = "dead"
+            async with asyncio.timeout(10):
+                while fleet.engine.members["b"].state != "lost":
+                    await asyncio.sleep(0.01)
+            text = (await client.get("/fleet")).body
+        view = FleetView("http://door", msgspec.json.decode(text, type=FleetStatus))
+        title, heading, first, second, why, *_ = shown(view).splitlines()
+        assert "a fleet, 1 of 2 replicas up, http://door" in title
+        assert heading.split()[:3] == ["replica", "state", "running"]
+        assert first.split()[:2] == ["a", "up"]
+        assert first.split()[6:8] == ["2", "0"]  # ended, lost
+        assert second.split()[:2] == ["b", "lost"]
+        assert why.strip() == "b is lost: replica b was killed"
+        assert "reconnecting" in shown(view.lost())
+
+    run(ask())
+
+
+def test_quire_top_of_a_door() -> None:
+    """It asks for the memory feed, hears that there is no engine, and shows the fleet."""
+
+    async def ask() -> None:
+        async with fleet_of("a") as fleet, door(fleet) as client, listening(client) as url:
+            asked = ["top", "--url", url, "--once"]
+            found = await asyncio.to_thread(CliRunner().invoke, command_line(["top"]), asked)
+            assert found.exit_code == 0, found.exception
+            assert "1 of 1 replicas up" in found.output
 
     run(ask())
 
