@@ -43,19 +43,16 @@ class FleetView:
         for name in _COLUMNS:
             table.add_column(name, justify="right")
         for each in replicas:
-            table.add_row(
-                Text(each.name),
-                Text(each.state, _STATE_STYLES.get(each.state, "")),
-                *_figures(each),
-            )
+            state = Text(each.state, _STATE_STYLES.get(each.state, ""))
+            table.add_row(Text(each.name), state, *_figures(each))
         yield table
         for each in replicas:
             if each.why:
                 yield Text(f"{each.name} is {each.state}: {each.why}", style="dim")
         resumed, gaps = self.fleet.num_resumed_streams, sum(own.num_event_gaps for own in replicas)
         yield Text(
-            f"{format_count(resumed)} streams went on at another replica; {format_count(gaps)} gaps "
-            "in events. found: tokens of prompts that replicas had, beside those predicted",
+            f"{format_count(resumed)} streams went on elsewhere; {format_count(gaps)} gaps in "
+            "events. found: tokens of prompts that a replica had, beside those predicted",
             style="dim",
         )
 
