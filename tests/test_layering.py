@@ -49,13 +49,16 @@ MAY_IMPORT = {
     "engine.kv_cache": "errors memory kv",
     "engine.interfaces": "kv engine.sequence engine.step_plan engine.scheduling",
     "engine.event_format": "spec kv",
+    "engine.transfer": "errors units config kv tiers engine.sequence engine.scheduling",
+    "engine.offloading": "errors units spec kv tiers engine.sequence engine.statistics"
+    " engine.scheduling engine.kv_cache engine.transfer",
     "engine.core": "errors units engine.sequence engine.step_plan engine.scheduling"
     " engine.scheduler engine.interfaces",
     "engine": "errors units config spec memory kv tiers attention models devices"
     " sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.detokenizer engine.kv_sizing engine.kv_cache"
-    " engine.sampling engine.structured engine.event_format",
+    " engine.sampling engine.structured engine.transfer engine.offloading engine.event_format",
     "fleet.key_table": "",
     "fleet.prefix_directory": "errors units spec kv engine.event_format fleet.key_table",
     "fleet.placement": "units kv fleet.key_table fleet.prefix_directory",
@@ -113,7 +116,7 @@ TORCH_FREE = (
     *("errors", "units", "kept_files", "config", "spec", "memory", "kv"),
     *("sampling_params", "engine.sequence", "engine.step_plan"),
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
-    *("engine.interfaces", "engine.core", "engine.kv_cache"),
+    *("engine.interfaces", "engine.core", "engine.kv_cache", "engine.offloading"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),
     *("server.run", "engine.event_format", "fleet.placement", "fleet.fleet_status"),
 )

@@ -1,6 +1,7 @@
 """Blocks that leave the pool and come back: the same texts, whatever a tier does meanwhile."""
 
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ from engine.test_llm import ids, model_of, prompts
 from kv.caches import sliding
 from models.test_recurrent import HYBRIDS
 from quire import LLM, SamplingParams
-from quire.engine.scheduling.offload_policy import OffloadPolicy, columns_read
+from quire.engine.scheduling.block_carrier import columns_read
+from quire.engine.scheduling.offload_policy import OffloadPolicy
 from quire.errors import ConfigError, RequestError
 from quire.kv.interface import ExternalBlocks
 from quire.spec import Group
@@ -163,7 +165,7 @@ def test_what_waits_to_be_stored_goes_out_while_the_engine_is_idle_and_when_it_e
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two blocks are on the way out, and one step leaves most of them behind.
-    monkeypatch.setattr("quire.engine.offloading.staging_bytes", lambda *_: 5 * 2**14)
+    monkeypatch.setattr("quire.engine.open_tiers.staging_bytes", lambda *_: 5 * 2**14)
     one = SamplingParams(max_tokens=1, temperature=0)
     with made(kv_tier=("kept:",)) as llm:
         llm.generate(prompts(LENGTHS), one)
@@ -269,8 +271,9 @@ def ask_a_faulty_tier(
 ) -> Counter[str]:
     """Have an engine answer prompts again and again. Returns: the faults that its tier had."""
     patch.setattr("quire.engine.scheduling.offload_policy._LONGEST_WAIT_S", 0.05)
-    patch.setattr("quire.engine.offloading._STORE_S", 0.05)
-    patch.setattr("quire.engine.offloading._DROP_AGAIN_S", 0.0)
+    patch.setattr("quire.engine.offloading.storing._STORE_S", 0.05)
+    patch.setattr("quire.engine.offloading.forgetting._DROP_S", 0.05)
+    patch.setattr("quire.engine.offloading.forgetting._DROP_AGAIN_S", 0.0)
     patch.setattr("quire.tiers.guard._LONGEST_BREAK_S", 0.0)
     draw = random.Random(seed)
     with made() as llm:
@@ -313,7 +316,7 @@ def test_ten_thousand_texts_are_the_same_whatever_a_tier_does(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Attic:
     """Nothing waits for the clock of this machine; a world has its own."""
-    monkeypatch.setattr("quire.engine.offloading._DROP_AGAIN_S", 0)
+    monkeypatch.setattr("quire.engine.offloading.forgetting._DROP_AGAIN_S", 0)
     monkeypatch.setattr("quire.engine.scheduling.offload_policy._LONGEST_WAIT_S", 1e9)
     return Attic()
 
@@ -331,6 +334,61 @@ def test_a_thousand_engines_read_what_was_written(quick: Attic) -> None:
         replay(seed, quick)
     assert quick.num_hit_tokens > 5000
     assert quick.num_bad > 10
+
+
+@pytest.mark.parametrize(("forgotten", "left"), [("second block", 1), ("all", 0)])
+def test_what_is_being_forgotten_is_not_found(forgotten: str, left: int, kept: Kept) -> None:
+    """Neither before each tier has forgotten it nor after."""
+    with made(kv_tier=("kept:",)) as llm:
+        texts(llm, LENGTHS[:1])
+        until(lambda: not offload(llm).has_more)
+        carrier: Any = offload(llm)._carrier
+        load, jobs = carrier.load, list[Any]()
+        carrier.load = lambda job, wait_s: jobs.append(job) or False
+        llm.reset_prefix_cache()
+        texts(llm, LENGTHS[:1])
+        job, hold = jobs[0], threading.Event()
+
+        def num_found() -> int:
+            assert load(job, 10)
+            until(lambda: carrier._done)
+            carrier.release(*carrier.loaded())
+            return int(job.end - job.first)
+
+        assert num_found() == len(job.blocks) > 1
+        carrier._storing.put(hold.wait)
+        if forgotten == "all":
+            carrier.clear()
+        else:
+            carrier.drop([job.blocks[1]])
+        assert num_found() == left
+        hold.set()
+        carrier.wait_until_stored(10)
+        assert num_found() == left
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_what_comes_from_a_far_tier_goes_to_the_nearer_one_unless_it_is_wrong(
+    is_wrong: bool, kept: Kept
+) -> None:
+    with made(kv_tier=("kept:",)) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+    with made(kv_tier=("memory:?size=8MiB", "kept:")) as llm:
+        carrier: Any = offload(llm)._carrier
+        release = carrier.release
+
+        def judged(job: Any) -> None:
+            job.is_wrong = is_wrong
+            release(job)
+
+        carrier.release = judged
+        offload(llm).store = lambda **_: None  # type: ignore[method-assign]
+        texts(llm)
+        carrier.wait_until_stored(10)
+        near, far = carrier.report()
+        assert far.hit_tokens > 0
+        assert (near.num_records or 0) == (0 if is_wrong else far.num_loaded)
 
 
 # -- what is seen of tiers -------------------------------------------------------------------------

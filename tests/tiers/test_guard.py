@@ -60,6 +60,7 @@ def test_a_tier_that_did_not_forget_all_is_not_loaded_from_until_it_has() -> Non
 
         def clear(self, deadline: Deadline) -> None:
             if self.fails:
+                tier.trust()  # an administrator does, meanwhile
                 raise TierError("attic: out of time")
             self.own.clear(deadline)
 

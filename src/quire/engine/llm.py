@@ -18,7 +18,7 @@ from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elasticity
 from quire.engine.event_publisher import EventPublisher
 from quire.engine.kv_fingerprint import kv_fingerprint
-from quire.engine.offloading import CLEAR_S
+from quire.engine.offloading.forgetting import CLEAR_S
 from quire.engine.outputs import (
     CompletionOutput,
     Deliver,

@@ -113,6 +113,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but the first token
     embedding: Embedding | None = None  # if it was asked for, once it is computed
     kv_transfer_params: Mapping[str, object] | None = None  # of the blocks that it has left
+    remote: RemoteBlocks | None = None  # which wait for it at another server, until it first runs
     finish_reason: FinishReason | None = None
     finish_detail: str = ""  # for people: why it ended early
     fault: Fault = None  # why no token could be sampled
@@ -126,6 +127,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+        if not self.index:
+            self.remote = self.request.remote
 
     @property
     def num_tokens(self) -> int:

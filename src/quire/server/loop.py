@@ -148,13 +148,18 @@ async def _drain(service: Service, timeout_s: float) -> None:
 
 async def _leave_blocks(engine: Administration, left_s: float) -> None:
     """Store the hottest cached blocks for those who come after, in what is left of the time."""
+    begun_s = time.monotonic()
     try:
         num_blocks = await engine.store_hottest(left_s) if left_s > 0 else 0
     except QuireError as error:  # the engine has failed meanwhile
         log.warning("cached blocks cannot be stored: %s", error)
         return
     if num_blocks:
-        log.info("%d cached blocks are stored for those who come after", num_blocks)
+        log.info(
+            "%d cached blocks are stored for those who come after, in %.2f s",
+            num_blocks,
+            time.monotonic() - begun_s,
+        )
 
 
 async def _failure(llm: AsyncLLM) -> Exception:

@@ -203,6 +203,10 @@ class GuardedTier:
             )
         self.drop([name], Deadline.after(1.0))
 
+    def note_failed(self, call: TierCall, error: TierError) -> None:
+        """Count a question that was put to what is behind the tier, and leave it alone a while."""
+        self._failed(call, error, self._reads)
+
     def store(
         self, names: Sequence[Name], records: Sequence[memoryview], deadline: Deadline
     ) -> int:
@@ -251,6 +255,7 @@ class GuardedTier:
             self._tier.clear(deadline)
         except TierError as error:
             self._failed("clear", error, self._writes)
+            self._is_stale = True  # also where it was trusted meanwhile
             return str(error)
         self._is_stale = False
         self._usage = self._usage_now()
@@ -275,8 +280,7 @@ class GuardedTier:
             self._tier.close()
         except TierError as error:
             log.warning("tier %s: %s", self.name, error)
-        traits = self._tier.traits
-        if not (traits.is_persistent or traits.is_shared):
+        if not self.traits.outlives_process:
             self._usage = replace(self._usage, num_records=0, used_bytes=0)
 
     def _usage_now(self) -> TierUsage:

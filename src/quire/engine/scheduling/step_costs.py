@@ -81,11 +81,11 @@ class Costs:
 
     def note_saved(self, num_bytes: int, seconds: float) -> None:
         """Note the seconds that saving these bytes took."""
-        self.save_s_per_byte = _mean(self.save_s_per_byte, seconds / num_bytes)
+        self.save_s_per_byte = mean_of_latest(self.save_s_per_byte, seconds / num_bytes)
 
     def note_loaded(self, num_bytes: int, seconds: float) -> None:
         """Note the seconds that bringing these bytes back took."""
-        self.load_s_per_byte = _mean(self.load_s_per_byte, seconds / num_bytes)
+        self.load_s_per_byte = mean_of_latest(self.load_s_per_byte, seconds / num_bytes)
 
     def recompute_s(self, num_tokens: int) -> float:
         """Return the seconds to compute tokens in steps that are taken anyway."""
@@ -96,7 +96,8 @@ class Costs:
         return num_bytes * (self.save_s_per_byte + self.load_s_per_byte)
 
 
-def _mean(mean: float, new: float) -> float:
+def mean_of_latest(mean: float, new: float) -> float:
+    """Return a mean in which the latest measurements weigh most; 0: there is none yet."""
     return new if not mean else mean + _NEW_SHARE * (new - mean)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TypeAlias, final
 
-from quire.engine.scheduling.offload_policy import LoadJob, TierReport, columns_read
+from quire.engine.scheduling.block_carrier import LoadJob, TierReport, columns_read
 from quire.kv.prefix_index import BlockEvent, BlockIdentity
 from quire.planner.kept_records import KeptRecords
 from quire.planner.planned_tiers import PlannedTier

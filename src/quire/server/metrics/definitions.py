@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from quire.engine.scheduling.offload_policy import OffloadReport, TierReport
+from quire.engine.scheduling.block_carrier import TierReport
+from quire.engine.scheduling.offload_policy import OffloadReport
 from quire.server.metrics.family import (
     Figures,
     MetricFamily,
