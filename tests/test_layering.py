@@ -77,7 +77,7 @@ MAY_IMPORT = {
     " http planner",
     "compare": "errors units config spec kv models sampling_params engine.sequence engine figures",
     "cli": "errors units traces config spec memory kv tiers models sampling_params engine.sequence"
-    " engine planner server figures compare bench http engine.kv_sizing devices"
+    " engine planner server figures compare bench http engine.kv_sizing devices fleet"
     " fleet.prefix_directory",
 }
 
@@ -118,7 +118,7 @@ TORCH_FREE = (
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
     *("engine.interfaces", "engine.core", "engine.kv_cache", "engine.offloading"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),
-    *("server.run", "engine.event_format", "fleet.placement"),
+    *("server.run", "engine.event_format", "fleet.placement", "fleet.fleet_status"),
 )
 
 VAGUE = re.compile(r"(Base|Abstract|Manager|Helper|Util|Utils|Impl)(?![a-z])")

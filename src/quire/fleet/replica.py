@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
@@ -20,6 +20,7 @@ from quire.engine.sequence import Request, Sequence
 from quire.errors import QuireError, RequestError
 from quire.fleet.placement import Load
 from quire.kv.prefix_index import Medium
+from quire.spec import Group
 from quire.tiers.fingerprint import Fingerprint
 
 # -- what a replica says ---------------------------------------------------------------------------
@@ -49,6 +50,7 @@ class ReplicaFacts:
     model: ModelFacts
     # What its tokens and cache entries mean: model, weights and options. None: it cannot be told.
     fingerprint: Fingerprint | None
+    groups: tuple[Group, ...]  # of layers, as its events number them
     block_size: int  # tokens
     events: EventEndpoints | None = None  # None: it publishes none
 
@@ -144,8 +146,7 @@ class LocalReplica:
             self._refuse_if_out()  # the request is not at fault
             raise
         try:
-            pieces: Any = self._llm.generate(own, request_id=request_id)
-            async with aclosing(pieces):
+            async with aclosing(self._llm.generate(own, request_id=request_id)) as pieces:
                 async for delta in pieces:
                     if delta.finish_reason == "abort" and request_id not in self._aborted:
                         self._refuse_if_lost()
@@ -205,6 +206,7 @@ def facts_of(llm: LLM) -> ReplicaFacts:
     return ReplicaFacts(
         model=llm.facts,
         fingerprint=llm.fingerprint(),
+        groups=tuple(llm.accounting.groups),
         block_size=llm.config.block_size,
         events=endpoints,
     )
