@@ -107,7 +107,7 @@ ONLY_IN = {
     "prometheus_client": {"server"},
     "opentelemetry": {"server"},
     "msgspec": {"server", "cli", "traces", "engine", "fleet"},
-    "zmq": {"engine"},
+    "zmq": {"engine", "fleet"},
     "jinja2": {"chat"},
 }
 

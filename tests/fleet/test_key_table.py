@@ -10,9 +10,9 @@ SOME = st.lists(st.integers(0, 60), max_size=40, unique=True)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), SOME), max_size=25))
-def test_it_has_what_a_dictionary_has(done) -> None:
-    table, twin = KeyTable(), dict[int, int]()
+@given(st.lists(st.tuples(st.booleans(), SOME), max_size=25), st.booleans())
+def test_it_has_what_a_dictionary_has(done, has_stamps) -> None:
+    table, twin = KeyTable(has_stamps=has_stamps), dict[int, int]()
     for stamp, (adds, numbers) in enumerate(done):
         keys = as_keys(np.array(numbers, np.uint64) + np.uint64(2))
         found = table.find(keys)
@@ -31,7 +31,7 @@ def test_it_has_what_a_dictionary_has(done) -> None:
 
 
 def test_the_oldest_go_by_their_last_stamp() -> None:
-    table, keys = KeyTable(), np.arange(2, 42, dtype=np.uint64)
+    table, keys = KeyTable(has_stamps=True), np.arange(2, 42, dtype=np.uint64)
     for stamp, part in enumerate(np.split(keys, 4)):
         table.insert(part, np.arange(10), stamp)
     table.stamp(keys[:5], 9)

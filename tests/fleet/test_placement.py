@@ -87,15 +87,27 @@ def test_the_last_token_is_always_computed() -> None:
     assert tokens_of({"GPU": 2, "CPU": 3}, 4, 10) == {"GPU": 8, "CPU": 2}
 
 
-def test_a_queue_can_be_too_long_for_what_is_found() -> None:
+@pytest.mark.parametrize(("queued_tokens", "is_waited_for"), [(1700, True), (2100, False)])
+def test_a_queue_can_be_too_long_for_what_is_found(queued_tokens, is_waited_for) -> None:
+    """200 tokens more to compute weigh as much as nine times as many that wait."""
     world = World()
     world.store("a", Prompt(LONG), 50)
-    world.placement.report("a", Load(queued_tokens=1700))
-    placed = world.place()
-    assert placed.replica == "a"  # 200 tokens more to compute weigh nine times as much
-    world.placement.note_end(placed)
-    world.placement.report("a", Load(queued_tokens=2100))
-    assert world.place().replica != "a"
+    world.placement.report("a", Load(queued_tokens=queued_tokens))
+    assert (world.place().replica == "a") is is_waited_for
+
+
+def test_a_prefix_that_is_gone_draws_its_prompt_where_it_was_sent() -> None:
+    world = World()
+    first = world.place()
+    world.placement.note_end(first)
+    busy = Load(queued_tokens=1000)
+    world.placement.report(first.replica, busy)
+    again = world.place()
+    assert (again.replica, again.found_tokens) == (first.replica, {})
+    assert world.place((5,) * 400).replica != first.replica
+    world.placement.forget(first.replica)
+    world.placement.report(first.replica, busy)
+    assert world.place(LONG[:200]).replica != first.replica
 
 
 def test_a_slow_replica_is_told_by_its_own_figures() -> None:

@@ -19,7 +19,7 @@ _LANES: Final = 8  # keys of a bucket
 _EMPTY, _GONE = np.uint64(0), np.uint64(1)  # no key has these two values
 _LEAST_KEY: Final = np.uint64(2)
 _FULL_FRACTION: Final = 0.8  # of the places, at most, are taken or gone
-_GROWTH: Final = 1.5
+_GROWTH: Final = 1.3
 _HALF: Final = np.uint64(32)
 _STAMPS: Final = 0xFFFF_FFFF
 _EIGHT: Final = np.uint64(0x0101_0101_0101_0101)  # eight times True, read as one number
@@ -32,9 +32,10 @@ def as_keys(numbers: npt.NDArray[np.uint64]) -> Keys:
 
 @final
 class KeyTable:
-    """Distinct keys (≥ 2), each with a number ≥ 0 below 2³¹ and a stamp, which tells its age."""
+    """Distinct keys (≥ 2), each with a number ≥ 0 below 2³¹ and, if asked for, a stamp: its age."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_stamps: bool = False) -> None:
+        self._has_stamps = has_stamps
         self._spread = np.uint64(secrets.randbits(64) | 1)
         self._num_gone = 0
         self._num_keys = 0
@@ -58,7 +59,8 @@ class KeyTable:
         """Add distinct keys (u64[n]) that are not there."""
         if self._num_keys + self._num_gone + len(keys) > _FULL_FRACTION * self._keys.size:
             self._rebuild(self._num_keys + len(keys))
-        self._put(keys, numbers, np.full(len(keys), stamp & _STAMPS, np.uint32))
+        stamps = np.full(len(keys), stamp & _STAMPS, np.uint32) if self._has_stamps else None
+        self._put(keys, numbers, stamps)
 
     def stamp(self, keys: Keys, stamp: int) -> None:
         """Give keys that are there (u64[n]) another stamp."""
@@ -91,12 +93,13 @@ class KeyTable:
     def _make(self, num_buckets: int) -> None:
         self._keys = np.full((num_buckets, _LANES), _EMPTY, np.uint64)
         self._numbers = np.zeros((num_buckets, _LANES), np.int32)
-        self._stamps = np.zeros((num_buckets, _LANES), np.uint32)
+        self._stamps = np.zeros((num_buckets if self._has_stamps else 0, _LANES), np.uint32)
 
     def _rebuild(self, num_keys: int) -> None:
         """Drop the marks of removed keys, and grow if these keys need it."""
         there = self._keys >= _LEAST_KEY
-        keys, numbers, stamps = self._keys[there], self._numbers[there], self._stamps[there]
+        keys, numbers = self._keys[there], self._numbers[there]
+        stamps = self._stamps[there] if self._has_stamps else None
         num_buckets = len(self._keys)
         while num_keys > 0.9 * _FULL_FRACTION * num_buckets * _LANES:
             num_buckets = int(num_buckets * _GROWTH) + 1
@@ -111,10 +114,11 @@ class KeyTable:
         places, first = (buckets * _LANES + lanes)[fits], order[fits]
         self._keys.ravel()[places] = keys[first]
         self._numbers.ravel()[places] = numbers[first]
-        self._stamps.ravel()[places] = stamps[first]
+        if stamps is not None:
+            self._stamps.ravel()[places] = stamps[first]
         self._num_keys = len(first)
         rest = order[~fits]
-        self._put(keys[rest], numbers[rest], stamps[rest])
+        self._put(keys[rest], numbers[rest], None if stamps is None else stamps[rest])
 
     def _buckets(self, keys: Keys) -> Numbers:
         """Return where keys begin to look."""
@@ -138,7 +142,10 @@ class KeyTable:
         return places
 
     def _put(
-        self, keys: Keys, numbers: npt.NDArray[np.integer[Any]], stamps: npt.NDArray[np.uint32]
+        self,
+        keys: Keys,
+        numbers: npt.NDArray[np.integer[Any]],
+        stamps: npt.NDArray[np.uint32] | None,
     ) -> None:
         flat = self._keys.ravel()
         self._num_keys += len(keys)
@@ -153,10 +160,12 @@ class KeyTable:
             won = has_room & (flat[places] == keys)
             self._num_gone -= int((before[won] == _GONE).sum())
             self._numbers.ravel()[places[won]] = numbers[won]
-            self._stamps.ravel()[places[won]] = stamps[won]
+            if stamps is not None:
+                self._stamps.ravel()[places[won]] = stamps[won]
+                stamps = stamps[~won]
             left = ~won
             buckets = np.where(has_room, buckets, (buckets + 1) % len(self._keys))[left]
-            keys, numbers, stamps = keys[left], numbers[left], stamps[left]
+            keys, numbers = keys[left], numbers[left]
 
     def check(self) -> None:
         """Raise AssertionError if keys are lost, doubled or miscounted."""
@@ -169,4 +178,5 @@ class KeyTable:
 
 def _each(lanes: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Tell for each bucket (bool[n, 8]) whether it is true of all its places: bool[n]."""
-    return lanes.view(np.uint64)[:, 0] == _EIGHT
+    whole: npt.NDArray[np.bool_] = lanes.view(np.uint64)[:, 0] == _EIGHT
+    return whole

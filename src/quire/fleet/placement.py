@@ -282,7 +282,9 @@ _NO_CANDIDATES = "there is no replica to choose from"
 # -- by the caches ---------------------------------------------------------------------------------
 
 # What loading a block costs where no tier has been measured, of computing it.
-_LOAD_FRACTION: Final[Mapping[Medium, float]] = MappingProxyType({"CPU": 0.2, "STORAGE": 0.4})
+_LOAD_FRACTION: Final[Mapping[Medium, float]] = MappingProxyType(
+    {"GPU": 0.0, "CPU": 0.2, "STORAGE": 0.4}
+)
 # What a second of computing weighs, against one of waiting. A prompt waits for both alike, but what
 # is computed twice keeps others waiting, too, and takes the place of blocks that would be found.
 DEFAULT_WORK_WEIGHT: Final = 9.0
@@ -322,7 +324,7 @@ class PrefixAware:
         self._work_weight = work_weight
         self.directory = directory
         self._clock, self._loads = clock, Loads(clock)
-        self._promises, self._memory = Promises(), Memory()
+        self._promises, self._former_places = Promises(), FormerPlaces()
         self._sessions = OrderedDict[str, str]()
         self._random = Random(seed)
         self._numbers = count()
@@ -340,7 +342,7 @@ class PrefixAware:
         hashes = self.directory.hashes(token_ids, keys)
         found = self.directory.find(hashes, candidates)
         promised = self._promises.find(hashes)
-        formerly = self._memory.find(hashes)
+        formerly = self._former_places.find(hashes)
         size, longest = self.directory.block_size, len(token_ids) - 1
         costs: dict[str, tuple[float, float]] = {}
         # Of each replica: seconds of computing and of waiting, and what it has of the prompt.
@@ -349,12 +351,13 @@ class PrefixAware:
             blocks = found.get(replica, {})
             if (coming := promised.get(replica, 0)) > sum(blocks.values()):
                 blocks = {"GPU": coming}
-            tokens = tokens_of(blocks, size, longest)
+            tokens = tokens_of(blocks, size, longest) if blocks else {}
             num_found = sum(tokens.values())
             compute_s, wait_s = self._costs_s(replica, len(token_ids) - num_found, blocks)
             thought[replica] = compute_s, wait_s, tokens
-            credit = max(0, formerly.get(replica, 0) * size - num_found) / len(token_ids)
-            weight = self._work_weight - _FORMER_WEIGHT * credit
+            weight = self._work_weight
+            if (lost := formerly.get(replica, 0) * size - num_found) > 0:
+                weight -= _FORMER_WEIGHT * lost / len(token_ids)
             costs[replica] = weight * compute_s + wait_s, compute_s + wait_s
         last = self._sessions.get(session) if session is not None else None
         ranked = self._ranked(costs, last)
@@ -369,7 +372,7 @@ class PrefixAware:
         )
         self._loads.reserve(placed)
         self._promises.add(placed, hashes)
-        self._memory.add(placed.replica, hashes)
+        self._former_places.add(placed.replica, hashes)
         if session is not None:
             self._sessions[session] = placed.replica
             self._sessions.move_to_end(session)
@@ -392,7 +395,7 @@ class PrefixAware:
         self.directory.forget(replica)
         self._loads.forget(replica)
         self._promises.forget(replica)
-        self._memory.forget(replica)
+        self._former_places.forget(replica)
 
     def _costs_s(
         self, replica: str, compute: int, blocks: Mapping[Medium, int]
@@ -404,10 +407,10 @@ class PrefixAware:
         standing = self._loads.of(replica)
         load, block_size = standing.load, self.directory.block_size
         wait_s = standing.queued_tokens * load.compute_s_per_token
-        for medium, fraction in _LOAD_FRACTION.items():
-            if num := blocks.get(medium, 0):
-                computing_s = block_size * load.compute_s_per_token
-                wait_s += num * load.load_s_per_block.get(medium, fraction * computing_s)
+        for medium, num in blocks.items():
+            computing_s = block_size * load.compute_s_per_token
+            default_s = _LOAD_FRACTION[medium] * computing_s
+            wait_s += num * load.load_s_per_block.get(medium, default_s)
         num_steps = ceil_div(compute + standing.queued_tokens, load.max_num_batched_tokens)
         wait_s += num_steps * load.decode_s_per_step
         if (waiting := standing.num_requests - load.max_num_seqs + 1) > 0:
@@ -500,7 +503,7 @@ class Promises:
 
 
 @final
-class Memory:
+class FormerPlaces:
     """Where prefixes were sent last, of the latest ``_MOST_REMEMBERED`` that were kept."""
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ Column: TypeAlias = tuple[int, Medium]  # a group of layers, and where a block o
 _POOL: Final[Medium] = "GPU"
 _ALL, _NONE = np.uint64(2**64 - 1), np.uint64(0)
 _FIRST_ROWS: Final = 64
-_GROWTH: Final = 1.5
+_GROWTH: Final = 1.25
 _LOOKED_UP, _LOOKED_UP_MORE = 256, 8  # blocks of a prompt at first, and times as many then
 _KEPT_FRACTION: Final = 7 / 8  # of a replica's limit, once it is passed
 
@@ -60,7 +60,7 @@ class _Holder:
     """One replica: its bit, and the rows of the blocks that it has, by their names in events."""
 
     bit: np.uint64
-    names: KeyTable = field(default_factory=KeyTable)
+    names: KeyTable = field(default_factory=lambda: KeyTable(has_stamps=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,10 @@ class PrefixDirectory:
 
     @property
     def num_bytes(self) -> int:
-        arrays = (self._hashes, self._depths, self._free_rows, *self._bits.values())
+        columns = sum(bits.nbytes for bits in self._bits.values())
+        rows = self._hashes.nbytes + self._depths.nbytes + self._free_rows.nbytes
         tables = (self._rows, *(each.names for each in self._holders.values()))
-        return sum(each.nbytes for each in arrays) + sum(each.num_bytes for each in tables)
+        return columns + rows + sum(each.num_bytes for each in tables)
 
     def num_blocks(self, replica: str) -> int:
         """Return how many blocks a replica has."""
@@ -390,7 +391,8 @@ class PrefixDirectory:
         holder.names.stamp(unique[is_known], self._stamp)
         self.num_ignored += len(unique) - int(is_fit.sum())
         place = place[::-1]
-        return is_fit[place] & (hashes == told[place])
+        has_its_own: npt.NDArray[np.bool_] = is_fit[place] & (hashes == told[place])
+        return has_its_own
 
     def _remove(self, holder: _Holder, events: Iterable[RemovedBlocks]) -> None:
         by_column: dict[Column, list[Keys]] = {}
@@ -432,7 +434,8 @@ class PrefixDirectory:
         bits = np.zeros(len(rows), np.uint64)
         for column in self._bits.values():
             bits |= column[rows]
-        return (bits & holder.bit) != 0
+        has_any: npt.NDArray[np.bool_] = (bits & holder.bit) != 0
+        return has_any
 
     def _make_rows(self, hashes: Keys, depths: Keys) -> Numbers:
         """Make a row for each of these distinct hashes (u64[n]). Returns: i64[n]."""
@@ -537,7 +540,10 @@ def _either(there: Mapping[Column, Keys], group: int, num_blocks: int) -> Keys:
     several = [bits for (number, _), bits in there.items() if number == group]
     if len(several) == 1:
         return several[0]
-    return np.bitwise_or.reduce([np.zeros(num_blocks, np.uint64), *several])
+    either = np.zeros(num_blocks, np.uint64)
+    for bits in several:
+        either |= bits
+    return either
 
 
 def _first_read(group: Group, block_size: int, num_blocks: int) -> Numbers:

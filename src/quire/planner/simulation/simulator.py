@@ -23,7 +23,6 @@ from quire.planner.planned_tiers import (
     require_tier_blocks,
 )
 from quire.planner.simulation.cost_model import StepCosts
-from quire.planner.simulation.replica import Replica
 from quire.planner.simulation.result import (
     Goals,
     LatencyTally,
@@ -33,6 +32,7 @@ from quire.planner.simulation.result import (
 )
 from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, Router, RouterLine
 from quire.planner.simulation.simulated_engine import VirtualClock, virtual_engine
+from quire.planner.simulation.simulated_replica import SimulatedReplica
 from quire.planner.simulation.virtual_carrier import VirtualCarrier, VirtualTier
 from quire.planner.simulation.waste import Waste
 from quire.planner.subject import Subject
@@ -67,7 +67,7 @@ def make_replica(
     looks_at_waste: bool = False,
     tiers: Sequence[VirtualTier] = (),
     line: RouterLine | None = None,
-) -> Replica:
+) -> SimulatedReplica:
     """Make an idle replica of a fleet, with these tiers and this line to the router.
 
     Raises: ConfigError for an unknown strategy, and for tiers and one without blocks.
@@ -97,7 +97,7 @@ def make_replica(
         write=fleet.tier_write,
     )
     waste = Waste(cache.accounting) if looks_at_waste else None
-    replica = Replica(
+    replica = SimulatedReplica(
         engine,
         cache,
         clock,
@@ -171,7 +171,7 @@ def simulate(
 
 
 def _replay(
-    trace: Iterable[TraceRequest], replicas: Sequence[Replica], router: Router | None
+    trace: Iterable[TraceRequest], replicas: Sequence[SimulatedReplica], router: Router | None
 ) -> int:
     """Run all requests. Returns: how many there were."""
     num_requests = 0
@@ -188,7 +188,7 @@ def _replay(
 
 def _result(
     fleet: Fleet,
-    replicas: Sequence[Replica],
+    replicas: Sequence[SimulatedReplica],
     tally: LatencyTally,
     goals: Goals,
     num_requests: int,
@@ -244,7 +244,7 @@ def _result(
     )
 
 
-def _tier_totals(fleet: Fleet, replicas: Sequence[Replica]) -> TierTotals | None:
+def _tier_totals(fleet: Fleet, replicas: Sequence[SimulatedReplica]) -> TierTotals | None:
     """Add up what all replicas did with their tiers; None if there are none."""
     carriers = [each.carrier for each in replicas if each.carrier is not None]
     if not carriers:

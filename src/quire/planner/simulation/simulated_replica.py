@@ -183,7 +183,7 @@ REPORT_S: Final = 0.1  # between two reports of a replica's load
 
 
 @final
-class Replica:
+class SimulatedReplica:
     """An engine on a virtual clock, with the requests that have arrived at it.
 
     ``ended`` receives each sequence that has ended. ``by_steps`` turns strides off. ``waste``
