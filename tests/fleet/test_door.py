@@ -26,6 +26,7 @@ from quire.fleet.fleet_status import FleetStatus
 from quire.fleet.placement import PrefixAware, RoundRobin
 from quire.fleet.prefix_directory import PrefixDirectory
 from quire.fleet.replica import LocalReplica, facts_of
+from quire.kv import NO_KEYS
 from quire.models.loader import load
 from quire.server.app import make_app
 from quire.server.dashboard.frames import FEED
@@ -417,18 +418,17 @@ def test_prefixes_stay_where_they_are_and_a_liar_costs_time_alone() -> None:
             (name,) = [name for name, count in num_requests().items() if count > before[name]]
             return name
 
-        async def told() -> None:
-            """Until the directory has what caches have."""
-            async with asyncio.timeout(10):
-                while any(
-                    directory.num_blocks(name) < len(llm.llm.accounting.index)  # type: ignore
-                    for name, llm in zip("ab", llms, strict=True)
-                ):
+        async def told(name: str, prompt: list[int]) -> None:
+            """Until the directory knows that a replica has a prompt's blocks."""
+            hashes = directory.hashes(prompt, NO_KEYS)
+            async with asyncio.timeout(20):
+                while sum(directory.find(hashes, [name]).get(name, {}).values()) < 96 // 16:
                     await asyncio.sleep(0.005)
 
         for number in turns:
-            name = await sent([*prefixes[number], random.randrange(5, 300)])
-            await told()
+            prompt = [*prefixes[number], random.randrange(5, 300)]
+            name = await sent(prompt)
+            await told(name, prompt)
             assert at.setdefault(number, name) == name
         counts = [member.counts for member in fleet.members.values()]
         predicted = sum(each.predicted_tokens for each in counts)
