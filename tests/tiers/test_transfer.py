@@ -412,7 +412,7 @@ class TestWire:
     """Who listens between two ends that have a key, and changes what goes by."""
 
     def test_any_byte_may_change_and_no_answer_is_wrong(self) -> None:
-        """Of every byte of a whole conversation, in both directions."""
+        """Any byte of a whole conversation, in both directions: a sample of them each time."""
         with served(hello=SEALED, key=KEY, frame_s=0.3) as (server, records):
             lease, _ = records.lease([[64]])
             names = names_of(3)
