@@ -59,7 +59,7 @@ def test_tiers_hold_so_much_and_pay_from_so_many_tokens(
     arguments = (
         *("llama-3.1-8b", "--device", "h100", "--max-model-len", "32768"),
         *("--kv-tier", "memory:?size=160GiB", "--kv-tier", "redis://kv", "--kv-tier", "file:/kv"),
-        *("--tier-speed", "memory=25,25", "--tier-speed", "file=20,3,2"),
+        *("--tier-speed", "memory=25,25", "--tier-speed", "file=20,3,0.5"),
     )
     memory, redis, file = as_json(monkeypatch, capsys, *arguments)["tiers"]
     (size,) = memory["record_bytes"]
