@@ -266,7 +266,7 @@ def test_a_choice_that_has_its_one_call_ends_once_while_others_go_on() -> None:
 
     async def ask() -> None:
         async with serving(CONFIG) as client:
-            client.service.llm.generate = generate
+            client.service.engine.generate = generate
             several = {"n": 2, "temperature": 1, "tools": [ADD], "parallel_tool_calls": False}
             whole, streamed = await both(client, **several, skip_special_tokens=False)
             ends = [

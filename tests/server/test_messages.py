@@ -402,7 +402,7 @@ def test_what_is_wrong_is_said_in_anthropics_form(
 def test_an_error_in_a_stream_has_anthropics_form_too() -> None:
     async def ask() -> None:
         async with serving(CONFIG) as anonymous, listening(anonymous) as address:
-            own = anonymous.service.llm.generate
+            own = anonymous.service.engine.generate
 
             async def generate(request: Any) -> AsyncGenerator[Any, None]:
                 async with aclosing(own(request)) as deltas:
@@ -410,7 +410,7 @@ def test_an_error_in_a_stream_has_anthropics_form_too() -> None:
                         yield delta
                         raise ValueError("a secret of the engine")
 
-            anonymous.service.llm.generate = generate
+            anonymous.service.engine.generate = generate
             client = anonymous.with_key("alice-key")
             answer = await client.post("/v1/messages", {**BODY, "stream": True})
             assert names(answer)[-1] == "error"

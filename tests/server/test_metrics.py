@@ -219,7 +219,7 @@ def test_a_scrape_does_not_wait_for_a_step() -> None:
     async def main() -> None:
         async with AsyncLLM(model_of("llama"), **SMALL) as llm:
             await llm.complete(prompts()[0], GREEDY)
-            metrics, run_step = Metrics(llm, "tiny"), llm.llm.engine._runner.run
+            metrics, run_step = Metrics(llm.llm, "tiny"), llm.llm.engine._runner.run
             before = Scrape(metrics)
 
             def slow(plan: Any) -> Any:
@@ -247,7 +247,7 @@ def test_a_scrape_does_not_wait_for_a_step() -> None:
 def test_many_scrapes_beside_steps_are_sound() -> None:
     async def main() -> None:
         async with AsyncLLM(model_of("llama"), **SMALL) as llm:
-            metrics, over, scrapes = Metrics(llm, "tiny"), threading.Event(), list[Scrape]()
+            metrics, over, scrapes = Metrics(llm.llm, "tiny"), threading.Event(), list[Scrape]()
 
             def scrape() -> None:
                 while not over.is_set():
@@ -280,7 +280,7 @@ def test_many_scrapes_beside_steps_are_sound() -> None:
 def test_a_dead_engine_is_scraped() -> None:
     async def main() -> None:
         llm = AsyncLLM(model_of("llama"), **SMALL)
-        metrics = Metrics(llm, "tiny")
+        metrics = Metrics(llm.llm, "tiny")
         await llm.complete(prompts()[0], GREEDY)
 
         def dead(plan: Any) -> Any:

@@ -534,7 +534,7 @@ def test_an_engine_that_fails_is_an_event_and_an_answer() -> None:
             def generate(_: Any) -> Any:
                 raise ValueError("a secret of the engine")
 
-            anonymous.service.llm.generate = generate
+            anonymous.service.engine.generate = generate
             answer = await client.post("/v1/responses", {**BODY, "stream": True})
             assert names(answer)[-1] == "response.failed"
             last = answer.events[-1]["response"]
@@ -593,7 +593,7 @@ def test_cancelling_frees_its_memory_at_once() -> None:
                 fields = {**LONG, "background": True}
                 name = (await client.post("/v1/responses", fields)).json["id"]
                 async with asyncio.timeout(20):
-                    while not (await client.service.llm.usage()).num_sequences:
+                    while not (await client.service.engine.usage()).num_sequences:
                         await asyncio.sleep(0.001)
                 for theirs in (f"/v1/responses/{name}/cancel", f"/v1/responses/{name}"):
                     assert (await bob.post(theirs)).status in (404, 405)
@@ -608,7 +608,7 @@ def test_cancelling_frees_its_memory_at_once() -> None:
                     else:
                         await asking.responses.delete(name)
                 # What is asked for between two steps comes after the end of what was cancelled.
-                assert (await client.service.llm.usage()).num_sequences == 0
+                assert (await client.service.engine.usage()).num_sequences == 0
                 assert client.service.admission.num_under_way == len(client.service.background) == 0
                 status = (await client.get(f"/v1/responses/{name}")).status
                 assert status == (200 if what == "cancel" else 404)

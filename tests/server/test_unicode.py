@@ -66,7 +66,7 @@ def test_a_text_that_ends_within_a_character_says_so_at_its_end_only() -> None:
 def test_bytes_that_are_no_text_come_as_the_tokenizer_reads_them() -> None:
     async def ask() -> None:
         async with serving() as client:
-            tokenizer = client.service.llm.llm.tokenizer
+            tokenizer = client.service.engine.llm.tokenizer
             for seed in range(5):
                 fields = {"temperature": 50.0, "seed": seed, "max_tokens": 40, "ignore_eos": True}
                 body = {"prompt": "def", **fields, "return_token_ids": True}

@@ -20,6 +20,7 @@ from quire.errors import QuireError
 from quire.server.app import make_app
 from quire.server.connections import UNIX_PEER, Connection, LoopErrors
 from quire.server.listen import Listeners, StartUp, refused, start_up
+from quire.server.served_engine import Administration
 from quire.server.service import Service
 from quire.server.stop import StopSignals
 from quire.units import format_bytes
@@ -138,17 +139,17 @@ async def _drain(service: Service, timeout_s: float) -> None:
     )
     until_s = time.monotonic() + timeout_s
     if await service.drain(timeout_s):
-        await _leave_blocks(service.llm, until_s - time.monotonic())
+        await _leave_blocks(service.administration, until_s - time.monotonic())
     else:
         log.warning(
             "after %g s (shutdown_timeout) the requests that still run are aborted", timeout_s
         )
 
 
-async def _leave_blocks(llm: AsyncLLM, left_s: float) -> None:
+async def _leave_blocks(engine: Administration, left_s: float) -> None:
     """Store the hottest cached blocks for those who come after, in what is left of the time."""
     try:
-        num_blocks = await llm.store_hottest(left_s) if left_s > 0 else 0
+        num_blocks = await engine.store_hottest(left_s) if left_s > 0 else 0
     except QuireError as error:  # the engine has failed meanwhile
         log.warning("cached blocks cannot be stored: %s", error)
         return

@@ -118,7 +118,7 @@ async def engine_request(
     service = context.service
     service.refuse_without_engine()
     try:
-        return await service.llm.request(
+        return await service.engine.request(
             prompt,
             params,
             priority=asked.priority or 0,
@@ -137,8 +137,7 @@ def _transfer(context: RequestContext, asked: Routed) -> dict[str, Any] | None:
     given = asked.kv_transfer_params if isinstance(asked, GenerationRequest) else None
     if given is None:
         return None
-    config = context.service.llm.llm.config.kv_transfer_config
-    if config is None or not config.is_own:
+    if not context.service.engine.facts.takes_blocks:
         context.ignore("kv_transfer_params")
         return None
     said: dict[str, Any] = msgspec.to_builtins(given)
@@ -270,7 +269,7 @@ class Generation:
         log = self.service.request_log
         noted = None if log is None else log.begin(request)
         try:
-            async for delta in self.service.llm.generate(request):
+            async for delta in self.service.engine.generate(request):
                 # A beam search's first delta is the first of all its beams.
                 begun = (delta.choice,) if request.beam is None else range(permit.num_sequences)
                 for choice in begun:

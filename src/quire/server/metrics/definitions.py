@@ -82,6 +82,28 @@ def _outgoing_blocks(reading: MetricReading) -> dict[str, float]:
     return {"copied": counts.stored_blocks, "dropped": counts.dropped_blocks}
 
 
+# Of the server, wherever its engine is.
+SERVER_FAMILIES = (
+    MetricFamily(
+        name="vllm:admission_rejections_total",
+        kind="counter",
+        unit="requests",
+        meaning="Requests refused before they reached the engine, by the limit that they met.",
+        labels=("reason",),
+        of=("model_name",),
+        read=lambda r: {(reason,): count for reason, count in r.counts.rejections.items()},
+    ),
+    MetricFamily(
+        name="http_requests_total",
+        kind="counter",
+        unit="requests",
+        meaning="HTTP requests answered, by the template of the path and the status code.",
+        labels=("handler", "method", "status"),
+        of=(),
+        read=lambda r: r.counts.answers,
+    ),
+)
+
 COUNTERS = (
     counter(
         "vllm:prefix_cache_queries_total",
@@ -294,24 +316,7 @@ COUNTERS = (
         "(max_queue_size).",
         _event_batches,
     ),
-    MetricFamily(
-        name="vllm:admission_rejections_total",
-        kind="counter",
-        unit="requests",
-        meaning="Requests refused before they reached the engine, by the limit that they met.",
-        labels=("reason",),
-        of=("model_name",),
-        read=lambda r: {(reason,): count for reason, count in r.counts.rejections.items()},
-    ),
-    MetricFamily(
-        name="http_requests_total",
-        kind="counter",
-        unit="requests",
-        meaning="HTTP requests answered, by the template of the path and the status code.",
-        labels=("handler", "method", "status"),
-        of=(),
-        read=lambda r: r.counts.answers,
-    ),
+    *SERVER_FAMILIES,
 )
 
 
