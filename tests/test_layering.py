@@ -71,7 +71,7 @@ MAY_IMPORT = {
     " http planner",
     "compare": "errors units config spec kv models sampling_params engine.sequence engine figures",
     "cli": "errors units traces config spec memory kv tiers models sampling_params engine.sequence"
-    " engine planner server figures compare bench http engine.kv_sizing devices",
+    " engine planner server figures compare bench http engine.kv_sizing devices fleet",
 }
 
 # Who may import a package that is not ours; a package that is not listed may be imported anywhere.
@@ -88,6 +88,7 @@ ONLY_IN = {
     "obstore": {"tiers"},
     "mooncake": {"tiers"},
     "dynamo": {"fleet"},
+    "ray": {"fleet"},
     "llvmlite": {"kernels", "attention", "layers"},
     "typer": {"cli"},
     "rich": {"cli"},
@@ -111,7 +112,7 @@ TORCH_FREE = (
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
     *("engine.interfaces", "engine.core", "engine.kv_cache"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),
-    *("server.run", "engine.event_format", "fleet.placement"),
+    *("server.run", "engine.event_format", "fleet.placement", "fleet.fleet_plan", "fleet.scaling"),
 )
 
 VAGUE = re.compile(r"(Base|Abstract|Manager|Helper|Util|Utils|Impl)(?![a-z])")
@@ -420,6 +421,16 @@ def test_only_ranks_exchange() -> None:
         and not module.name.startswith("engine.parallel")
     ]
     report(problems, "torch.distributed is spoken with in quire.engine.parallel alone.")
+
+
+def test_one_module_knows_ray() -> None:
+    problems = [
+        f"{module.where(node)} imports {name}"
+        for module in MODULES
+        for node, name in module.imports()
+        if name.split(".")[0] == "ray" and module.name != "fleet.ray_serve"
+    ]
+    report(problems, "quire.fleet.ray_serve alone speaks with Ray: its interfaces change.")
 
 
 def test_only_config_reads_the_environment() -> None:

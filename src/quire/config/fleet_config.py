@@ -1,4 +1,4 @@
-"""Define the options of a fleet: how many replicas of one engine, what each has, who gets a request."""
+"""Define the options of a fleet: how many replicas, what each has, and which gets a request."""
 
 from dataclasses import dataclass
 from math import isfinite
@@ -19,7 +19,9 @@ class FleetConfig:
     """Options of a fleet. Raises: ConfigError with the option, its value and its limit."""
 
     replicas: int = option(
-        2, "Number of replicas: engines with the whole model, each in its own process.", panel=_PANEL
+        2,
+        "Number of replicas: engines with the whole model, each in its own process.",
+        panel=_PANEL,
     )
     min_replicas: int | None = option(
         None,

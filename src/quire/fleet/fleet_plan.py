@@ -18,7 +18,7 @@ DOOR: Final = "Door"
 BUILDER: Final = "quire.fleet.ray_serve:build"
 STORE_S: Final = 10.0  # that a replica has to store its hottest blocks once its last stream is over
 _MARGIN_S = 10.0  # of Serve's patience over ours
-_KEYS = ("api_key", "admin_api_key")
+KEYS: Final = ("api_key", "admin_api_key")
 _OWN_EVENTS = "the fleet publishes events of its own: each replica has a port for its door alone"
 
 
@@ -88,7 +88,7 @@ class FleetPlan:
     def graceful_shutdown_s(self) -> float:
         """Return how long Serve lets a replica that is to go live on, at most.
 
-        Streams end within ``shutdown_timeout``, and blocks are stored after them: Serve cuts nothing.
+        Streams end within ``shutdown_timeout``, and blocks are stored after them: Serve cuts none.
         """
         return self.server_config().shutdown_timeout + STORE_S + _MARGIN_S
 
@@ -98,7 +98,7 @@ class FleetPlan:
         Raises: ConfigError for what a file cannot say.
         """
         server = dict(self.server)
-        for name in _KEYS:
+        for name in KEYS:
             if any(not str(key).startswith("@") for key in server.get(name, ())):
                 raise ConfigError(
                     f"{name}: a key would stand in the file for all to read: name a file that has "

@@ -12,12 +12,12 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
-from quire.config import KVEventsConfig, ray_address
+from quire.config import KVEventsConfig, keep_few_shapes, ray_address, wait_patiently
 from quire.config.keys import is_loopback
 from quire.errors import ConfigError, QuireError
 from quire.fleet.fleet_plan import APP, REPLICA, STORE_S, FleetPlan
@@ -29,11 +29,13 @@ _EXTRA = "pip install 'quire[fleet]'"
 try:
     import ray
     from ray import serve
-    from ray.exceptions import RayActorError, RayError, RayTaskError
+    from ray.exceptions import RayError, RayTaskError
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
     from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 except ImportError as error:
-    raise ConfigError(f"a fleet runs on Ray Serve, which is not here ({error}): {_EXTRA}") from error
+    raise ConfigError(
+        f"a fleet runs on Ray Serve, which is not here ({error}): {_EXTRA}"
+    ) from error
 if not ray.__version__.startswith(f"{RAY_VERSION}."):
     raise ConfigError(
         f"ray {ray.__version__} is here, and a fleet needs {RAY_VERSION}.x: what it uses of Serve "
@@ -41,12 +43,15 @@ if not ray.__version__.startswith(f"{RAY_VERSION}."):
     )
 
 if TYPE_CHECKING:
-    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.outputs import TextDelta
+    from quire.engine.sequence import Request
+    from quire.fleet.replica import LocalReplica, ReplicaFacts, ReplicaReport
 
 log = logging.getLogger(__name__)
 
 _REFUSED = "refused: "  # before the reason for which an engine cannot be loaded
 _REASON = re.compile(rf"{_REFUSED}(.*)")
+_WITHOUT_EVENTS = "--placement least-loaded, which asks no cache"
 _POLL_S = 0.25  # between two looks at what is being started
 _WATCH_S = 0.1  # between two looks at what a replica is busy with, told if it has changed …
 _HEARTBEAT_S = 1.0  # … and at least so often
@@ -54,6 +59,8 @@ _SCALE_S = 1.0  # between two reports for scaling
 _UPSCALE_DELAY_S = 5.0
 _LOOK_BACK_S = 5.0
 _MORE_CALLS = 64  # at a time, beside requests
+_OBJECT_STORE_BYTES = 100 * 2**20  # Ray's, for calls that are large
+
 
 # -- which replica a call goes to ------------------------------------------------------------------
 
@@ -66,13 +73,13 @@ class Roll:
     empty.
     """
 
-    def __init__(self, tell: Callable[[dict[str, dict[str, Any]]], None] | None = None) -> None:
+    def __init__(self, tell: Callable[[Iterable[str]], None] | None = None) -> None:
         self._tell = tell
 
     def note(self, replicas: Iterable[RunningReplica]) -> None:
-        """Tell the replicas by name, each with what it says of itself. Any thread may call."""
+        """Tell the replicas' names. Any thread may call."""
         if self._tell is not None:
-            self._tell({each.replica_id.unique_id: each.replica_metadata for each in replicas})
+            self._tell([each.replica_id.unique_id for each in replicas])
 
     def __reduce__(self) -> Any:
         return Roll, ()
@@ -121,7 +128,7 @@ class FollowWork:
         """Return the number of replicas, and no state."""
         told = context.aggregated_metrics or {}
         reports = {name: list(told.get(name, {}).values()) for name in (BUSY, QUEUED_S)}
-        return wanted_replicas(reports, context.target_num_replicas), {}
+        return wanted_replicas(reports), {}
 
 
 # -- what is deployed ------------------------------------------------------------------------------
@@ -147,9 +154,7 @@ def replicas(plan: FleetPlan, *, num_cpus: float) -> Any:
         "ray_actor_options": {
             "num_cpus": num_cpus,
             "num_gpus": fleet.gpus_per_replica,
-            "runtime_env": {
-                "env_vars": {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-            },
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}},
         },
     }
     if fleet.scales:
@@ -178,7 +183,7 @@ def replicas(plan: FleetPlan, *, num_cpus: float) -> Any:
 class Replica:
     """An engine in a process of Serve's. Its methods are called through a handle, by name.
 
-    Each has the keywords ``to``, the replica that was chosen, and ``roll``.
+    Those for a door have the keywords ``to``, the replica that was chosen, and ``roll``.
     """
 
     def __init__(
@@ -189,20 +194,411 @@ class Replica:
         publishes: bool,
         shutdown_s: float,
     ) -> None:
+        self._local: Any = None  # a LocalReplica
         self.name = serve.get_replica_context().replica_id.unique_id
+        self._node = ray.util.get_node_ip_address()
         self._shutdown_s = shutdown_s
         self._num_watchers = 0
         self._leaving: asyncio.Task[None] | None = None
-        host = "127.0.0.1" if is_loopback(ray.util.get_node_ip_address()) else "*"
-        events = KVEventsConfig(
+        wait_patiently()
+        keep_few_shapes()
+        from quire.engine.async_llm import AsyncLLM
+        from quire.fleet.replica import LocalReplica
+        from quire.server.logs import log_to_stderr
+
+        log_to_stderr("info")
+        own = {**engine, "kv_events_config": self._events()} if publishes else dict(engine)
+        try:
+            llm = AsyncLLM(model, **own)
+        except QuireError as error:
+            advice = f"; or {_WITHOUT_EVENTS}" if str(error).startswith("kv_events_config") else ""
+            raise RuntimeError(f"{_REFUSED}{error}{advice}") from error
+        self._llm, self._local = llm, LocalReplica(self.name, llm)
+
+    def _events(self) -> KVEventsConfig:
+        """Return where events are published: free ports, on loopback where the door is too."""
+        host = "127.0.0.1" if is_loopback(self._node) else "*"
+        return KVEventsConfig(
             enable_kv_cache_events=True,
             endpoint=f"tcp://{host}:0",
             replay_endpoint=f"tcp://{host}:0",
         )
-        from quire.engine.async_llm import AsyncLLM
 
-        own = {**engine, "kv_events_config": events} if publishes else dict(engine)
+    # -- asked by Serve ----------------------------------------------------------------------------
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Return what doors are told of this replica beside its name."""
+        return {"pid": os.getpid(), "node": self._node}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return how busy this replica is, for ``FollowWork``."""
+        load = (await self._here().report()).load
+        busy = (load.num_waiting + load.num_running) / load.max_num_seqs
+        return {BUSY: busy, QUEUED_S: load.queued_tokens * load.compute_s_per_token}
+
+    def check_health(self) -> None:
+        """Raise what has ended the engine: Serve puts another replica in this one's place."""
+        if self._llm.failure is not None:
+            raise RuntimeError(f"the engine has failed: {self._llm.failure}")
+
+    def __del__(self) -> None:
+        """Store the hottest blocks for those who come after, and end the engine.
+
+        Serve calls it once no call is under way any more, and Python may call it again.
+        """
+        if self._local is None:
+            return
+        self._local = None
+        if self._llm.failure is None:
+            with suppress(QuireError):
+                self._llm.llm.store_hottest(STORE_S)
+        self._llm.close()
+
+    # -- asked by a door ---------------------------------------------------------------------------
+
+    async def facts(self, *, to: str | None = None, roll: Roll | None = None) -> "ReplicaFacts":
+        """Return the facts of the replica, or of any one."""
+        facts = await self._here(to).facts()
+        events = facts.events
+        if events is None:
+            return facts
+        events = replace(
+            events,
+            endpoint=self._reached(events.endpoint),
+            replay_endpoint=self._reached(events.replay_endpoint),
+        )
+        return replace(facts, events=events)
+
+    async def generate(
+        self, request: "Request", request_id: str, *, to: str, roll: Roll | None = None
+    ) -> "AsyncIterator[TextDelta]":
+        """Continue a prompt, as ``LocalReplica`` does."""
+        async with aclosing(self._here(to).generate(request, request_id=request_id)) as pieces:
+            async for delta in pieces:
+                yield delta
+
+    async def abort(
+        self, request_ids: list[str] | None, *, to: str, roll: Roll | None = None
+    ) -> None:
+        """End these requests, or all (None)."""
+        await self._here(to).abort(request_ids)
+
+    async def begin_drain(self, *, to: str, roll: Roll | None = None) -> None:
+        """Let no new request in."""
+        await self._here(to).begin_drain()
+
+    async def watch(self, *, to: str, roll: Roll | None = None) -> "AsyncIterator[ReplicaReport]":
+        """Yield a report when it has changed, and every second; the door hangs up.
+
+        A replica that no door watches any more is on its way out: Serve has taken it from the
+        routers, and does not tell the replica. What still runs has ``shutdown_timeout`` then, and
+        ends with a finish_reason before Serve ends the process.
+        """
+        local = self._here(to)
+        self._num_watchers += 1
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._leaving = None
+        said, said_s = None, 0.0
         try:
-            self._llm = AsyncLLM(model, **own)
+            while True:
+                report, now_s = await local.report(), time.monotonic()
+                if report != said or now_s - said_s >= _HEARTBEAT_S:
+                    said, said_s = report, now_s
+                    yield report
+                await asyncio.sleep(_WATCH_S)
+        finally:
+            self._num_watchers -= 1
+            if not self._num_watchers:
+                self._leaving = asyncio.create_task(self._end_what_runs())
+
+    async def _end_what_runs(self) -> None:
+        await asyncio.sleep(self._shutdown_s)
+        await self._here().abort(None)
+
+    def _here(self, to: str | None = None) -> "LocalReplica":
+        """Return the engine. Raises: ReplicaLost for a call that is meant for another replica.
+
+        Serve sends such a call here if that one is gone.
+        """
+        from quire.fleet.replica import ReplicaLost
+
+        if self._local is None or to not in (None, self.name):
+            raise ReplicaLost(f"replica {to or self.name} has left")
+        return self._local
+
+    def _reached(self, endpoint: Any) -> Any:
+        """Return an endpoint as other machines reach it."""
+        return endpoint and endpoint.replace("tcp://0.0.0.0:", f"tcp://{self._node}:")
+
+
+# -- as the door sees it ---------------------------------------------------------------------------
+
+
+@final
+class RayReplica:
+    """A replica of Serve's, as a handle of the fleet's. It belongs to the door's event loop."""
+
+    def __init__(self, name: str, handle: Any, roll: Roll) -> None:
+        self._name, self._handle = name, handle
+        self._keywords = {"to": name, "roll": roll}
+        self._report: ReplicaReport | None = None
+        self._lost: QuireError | None = None
+        self._told = asyncio.Event()
+        self._watching = asyncio.create_task(self._watch())
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def facts(self) -> "ReplicaFacts":
+        return await self._call("facts")
+
+    async def generate(
+        self, request: "Request", *, request_id: str
+    ) -> "AsyncGenerator[TextDelta, None]":
+        from quire.fleet.replica import to_send
+
+        pieces = self._stream("generate", to_send(request), request_id)
+        async with aclosing(pieces):
+            async for delta in pieces:
+                yield delta
+
+    async def abort(self, request_ids: Iterable[str] | None) -> None:
+        await self._call("abort", None if request_ids is None else list(request_ids))
+
+    async def report(self) -> "ReplicaReport":
+        """Return the latest report, or wait for the next if there is none that is not old."""
+        self._told.clear()
+        if self._report is None and self._lost is None:
+            await self._told.wait()
+        report, self._report = self._report, None
+        if self._lost is not None:
+            raise self._lost
+        assert report is not None
+        return report
+
+    async def begin_drain(self) -> None:
+        await self._call("begin_drain")
+
+    async def close(self) -> None:
+        """Hang up. What runs there goes on."""
+        self._watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watching
+
+    async def _watch(self) -> None:
+        from quire.fleet.replica import ReplicaLost
+
+        try:
+            async with aclosing(self._stream("watch")) as reports:
+                async for report in reports:
+                    self._report = report
+                    self._told.set()
+            self._lost = ReplicaLost(f"replica {self._name} reports no longer")
         except QuireError as error:
-            raise RuntimeError(f"{_REFUSED}{error}") from error
+            self._lost = error
+        self._told.set()
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        """Call a method there. Raises: what it raises; ReplicaLost."""
+        call = self._handle.options(method_name=method).remote(*args, **self._keywords)
+        try:
+            with _told_as_ours(self._name):
+                return await call
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+
+    async def _stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """Yield what a method yields there; end it if it is left. Raises: as ``_call``."""
+        handle = self._handle.options(method_name=method, stream=True)
+        stream = handle.remote(*args, **self._keywords)
+        is_over = False
+        try:
+            with _told_as_ours(self._name):
+                async for each in stream:
+                    yield each
+            is_over = True
+        finally:
+            if not is_over:
+                stream.cancel()
+
+
+@contextmanager
+def _told_as_ours(name: str) -> Iterator[None]:
+    """Raise errors of Ray as what they say of a replica, and Quire's own as they were there."""
+    from quire.fleet.replica import ReplicaLost
+
+    try:
+        yield
+    except RayTaskError as error:
+        if isinstance(error.cause, QuireError):
+            raise error.cause from None
+        raise ReplicaLost(f"replica {name} has failed: {error.cause!r}") from error
+    except RayError as error:
+        raise ReplicaLost(f"replica {name} has ended ({type(error).__name__})") from error
+
+
+@final
+class RayReplicas:
+    """The replicas of a fleet that Serve's router knows, from the door's event loop.
+
+    ``joined`` is called with each new one, ``left`` with each that is gone or on its way out.
+    """
+
+    def __init__(
+        self,
+        handle: Any,
+        *,
+        joined: Callable[[RayReplica], None],
+        left: Callable[[RayReplica], None],
+    ) -> None:
+        self._handle, self._joined, self._left = handle, joined, left
+        self._loop = asyncio.get_running_loop()
+        self._roll = Roll(self._take)
+        self._known: dict[str, RayReplica] = {}
+
+    async def open(self) -> None:
+        """Make Serve's router begin to tell. It waits until there is a replica."""
+        await self._handle.options(method_name="facts").remote(roll=self._roll)
+
+    async def close(self) -> None:
+        """Hang up on all."""
+        known, self._known = self._known, {}
+        await asyncio.gather(*(each.close() for each in known.values()))
+
+    def _take(self, names: Iterable[str]) -> None:
+        """Take the names from the router's thread."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._compare, frozenset(names))
+
+    def _compare(self, names: frozenset[str]) -> None:
+        for name in self._known.keys() - names:
+            self._left(self._known.pop(name))
+        for name in sorted(names - self._known.keys()):
+            self._known[name] = replica = RayReplica(name, self._handle, self._roll)
+            self._joined(replica)
+
+
+# -- the process that starts a fleet ---------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StartedFleet:
+    """A fleet's replicas, as the process that has started them has them."""
+
+    handle: Any  # Serve's, of the replicas
+    stops_ray: bool  # it was started for this fleet
+    log_folder: str = ""
+    is_closed: bool = field(default=False)
+
+    def close(self) -> None:
+        """Let the replicas store their blocks and end, and Ray with them. It takes seconds."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        with suppress(RayError, RuntimeError, TimeoutError):
+            serve.delete(APP)
+            if self.stops_ray:
+                serve.shutdown()
+        ray.shutdown()
+
+
+def start_fleet(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> StartedFleet:
+    """Start the replicas of a plan, on this machine or on the cluster at RAY_ADDRESS, and wait.
+
+    ``tell`` is called with the number of replicas that are ready, that of all, and what is being
+    waited for. Raises: ConfigError with the reason for which no replica can be started.
+    """
+    address = ray_address()
+    with _own_signals():
+        try:
+            if address is None:
+                # 127.0.0.1 would be replaced by an address that other machines reach.
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    _node_ip_address="127.0.0.2",
+                )
+            else:
+                ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"RAY_ADDRESS={address}: {error}" if address else f"Ray cannot be started: {error}"
+            ) from error
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its own lines are in its log files
+    fleet = StartedFleet(handle=None, stops_ray=address is None)
+    try:
+        serve.start(proxy_location="Disabled")
+        num_cpus = plan.fleet.cpus_per_replica
+        if num_cpus is None:
+            cores = int(ray.cluster_resources().get("CPU", 1))
+            num_cpus = 1 if address else max(1, cores // plan.fleet.most)
+        _require_room(plan, num_cpus)
+        serve.run_many(
+            [serve.RunTarget(replicas(plan, num_cpus=num_cpus), name=APP, route_prefix=None)],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+        _until_ready(plan, tell)
+        fleet.handle = serve.get_deployment_handle(REPLICA, APP)
+    except BaseException:
+        fleet.close()
+        raise
+    return fleet
+
+
+def _require_room(plan: FleetPlan, num_cpus: float) -> None:
+    """Refuse what the cluster can never hold. Raises: ConfigError."""
+    has, count = ray.cluster_resources(), plan.fleet.replicas
+    for name, flag, each in (
+        ("CPU", "--cpus-per-replica", num_cpus),
+        ("GPU", "--gpus-per-replica", plan.fleet.gpus_per_replica),
+    ):
+        if count * each > has.get(name, 0) + 1e-9:
+            raise ConfigError(
+                f"{count} replicas need {count * each:g} {name}s ({flag} {each:g}), and Ray has "
+                f"{has.get(name, 0):g}: fewer --replicas, or less {flag}"
+            )
+
+
+def _until_ready(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> None:
+    """Wait until all replicas are ready. Raises: ConfigError if they cannot be."""
+    while True:
+        app = serve.status().applications.get(APP)
+        deployment = None if app is None else app.deployments.get(REPLICA)
+        if app is not None and deployment is not None:
+            ready = deployment.replica_states.get("RUNNING", 0)
+            said = deployment.message
+            if app.status == "DEPLOY_FAILED" or deployment.status == "DEPLOY_FAILED":
+                raise ConfigError(f"no replica can be started: {_reason(said or app.message)}")
+            tell(ready, plan.fleet.replicas, said)
+            if app.status == "RUNNING":
+                return
+        elif app is not None and app.status == "DEPLOY_FAILED":
+            raise ConfigError(f"no replica can be started: {_reason(app.message)}")
+        time.sleep(_POLL_S)
+
+
+def _reason(message: str) -> str:
+    """Return the reason in Serve's message about a replica that failed, without its traceback."""
+    refused = _REASON.findall(message)
+    if refused:
+        return str(refused[-1])
+    lines = [line for line in message.splitlines() if line.strip()]
+    return lines[-1] if lines else "Ray Serve gives no reason"
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Put this process's signal handlers back, in whose place Ray sets its own."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -10,7 +10,7 @@ BUSY_GOAL = 0.8
 QUEUED_GOAL_S = 1.0
 
 
-def wanted_replicas(reports: Mapping[str, Iterable[float]], num_replicas: int) -> int:
+def wanted_replicas(reports: Mapping[str, Iterable[float]]) -> int:
     """Return how many replicas would be busy as they should be.
 
     ``reports`` has a number of each replica under ``BUSY`` and ``QUEUED_S``. A replica that has not
@@ -18,6 +18,4 @@ def wanted_replicas(reports: Mapping[str, Iterable[float]], num_replicas: int) -
     long; with long prompts a few sequences are a long queue: the larger of both numbers counts.
     """
     busy, queued_s = sum(reports.get(BUSY, ())), sum(reports.get(QUEUED_S, ()))
-    if not num_replicas:
-        return 1
     return max(1, ceil(busy / BUSY_GOAL - 1e-9), ceil(queued_s / QUEUED_GOAL_S - 1e-9))
