@@ -17,6 +17,7 @@ from quire.engine.build import build, loaded_model
 from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elasticity
 from quire.engine.event_publisher import EventPublisher
+from quire.engine.kv_fingerprint import kv_fingerprint
 from quire.engine.offloading import CLEAR_S
 from quire.engine.outputs import (
     CompletionOutput,
@@ -40,6 +41,7 @@ from quire.kv import NO_KEYS, Accounting, PrefixKeys, Usage
 from quire.kv.page_tables import usage_with_tables
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.machine.readings import Gauge
+from quire.models.file_hashes import CannotName
 from quire.models.loader import LoadedModel
 from quire.models.speech import Hearing
 from quire.sampling_params import (
@@ -50,6 +52,7 @@ from quire.sampling_params import (
     SamplingParams,
 )
 from quire.tiers import TierError
+from quire.tiers.fingerprint import Fingerprint
 from quire.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
@@ -151,6 +154,7 @@ class LLM:
                 ranks.close()
             raise
         self._ranks, self._settled = ranks, parts.settled
+        self._loaded: LoadedModel | None
         self.spec, self.ledger = parts.spec, parts.ledger
         self.max_model_len = parts.max_model_len
         self.attention_backend, self.attention_way = parts.attention_backend, parts.attention_way
@@ -162,7 +166,7 @@ class LLM:
         if (offload := parts.engine.scheduler.offload) is not None:
             offload.store_when_idle(partial(_store_when_idle, weakref.ref(self)))
             weakref.finalize(self, offload.close)
-        self._source_prompts = parts.source_prompts
+        self._source_prompts, self._loaded = parts.source_prompts, loaded
         return loaded
 
     def _facts(self, loaded: LoadedModel) -> ModelFacts:
@@ -184,6 +188,21 @@ class LLM:
             source_prompts=sources,
             takes_blocks=transfer is not None and transfer.is_own,
         )
+
+    def fingerprint(self) -> Fingerprint | None:
+        """Return what the entries of its cache mean: the model by content, and options.
+
+        Weights are hashed, if they have not been. None where it cannot be told, and while the LLM
+        has no model: after ``close`` and asleep at level 2.
+        """
+        loaded = self._loaded
+        if loaded is None:
+            return None
+        try:
+            return kv_fingerprint(loaded, self.config, self._kv.accounting.groups)
+        except CannotName as error:
+            log.warning("%s cannot be told from other models: %s", self.name, error)
+            return None
 
     @property
     def facts(self) -> ModelFacts:
@@ -720,6 +739,7 @@ class LLM:
                 if part is not None:
                     parts.callback(part.close)
             # Nothing needs the memory that was kept for the cache, or that held the model.
+            self._loaded = None
             parts.callback(self._resident.rest, short=not self._has_own_model)
             parts.callback(self._kv.close)
             parts.callback(self._resident.close)
