@@ -56,16 +56,19 @@ MAY_IMPORT = {
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.detokenizer engine.kv_sizing engine.kv_cache"
     " engine.sampling engine.structured engine.event_format",
-    "fleet.placement": "spec kv engine.event_format",
+    "fleet.key_table": "",
+    "fleet.prefix_directory": "errors units spec kv engine.event_format fleet.key_table",
+    "fleet.placement": "units kv fleet.key_table fleet.prefix_directory",
     "planner": "errors units traces config spec memory kv tiers sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
-    " engine.interfaces engine.core engine.kv_sizing figures engine.event_format fleet.placement",
+    " engine.interfaces engine.core engine.kv_sizing figures engine.event_format"
+    " fleet.prefix_directory fleet.placement",
     "chat": "errors units sampling_params",
     "server": "errors units traces config spec kv tiers sampling_params engine.sequence"
     " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat"
     " engine.event_format",
     "fleet": "errors units config spec kv tiers sampling_params engine.sequence engine server"
-    " engine.event_format fleet.placement",
+    " engine.event_format fleet.key_table fleet.prefix_directory fleet.placement",
     "http": "errors",
     "bench": "errors units traces kv sampling_params engine.step_plan engine.scheduling engine"
     " http planner",

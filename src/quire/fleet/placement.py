@@ -1,6 +1,6 @@
 """Placement: which replica a request goes to, by what is cached where and how long each is busy.
 
-``Placement`` is the protocol; ``PLACEMENTS`` has the names that a fleet and the simulator take.
+``Placement`` is the protocol, and three are here: ``RoundRobin``, ``LeastLoaded``, ``PrefixAware``.
 A placement counts what it has sent at the moment of its choice, so that a burst spreads before any
 replica has reported. It chooses and counts; sending, streaming and health are its caller's.
 
@@ -8,16 +8,21 @@ One thread uses a placement.
 """
 
 import time
+from bisect import bisect_right
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
-from typing import Protocol, TypeAlias, final
+from types import MappingProxyType
+from typing import Final, Protocol, TypeAlias, final
 
-from quire.kv import NO_KEYS, PrefixKeys, TokenIds
+from quire.fleet.key_table import Keys
+from quire.fleet.prefix_directory import PrefixDirectory, PromptTokens
+from quire.kv import NO_KEYS, PrefixKeys
 from quire.kv.prefix_index import Medium
+from quire.units import ceil_div
 
-PromptTokens: TypeAlias = Sequence[int] | TokenIds  # an array (i32[n]) spares its conversion
 Clock: TypeAlias = Callable[[], float]  # seconds
 
 # -- what is told ----------------------------------------------------------------------------------
@@ -37,6 +42,7 @@ class Load:
     decode_s_per_step: float = 0.0  # that running sequences add to a step which computes a prompt
     max_num_batched_tokens: int = 2048  # tokens of a step
     max_num_seqs: int = 256
+    age_s: float = 0.0  # since it was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +82,11 @@ class Placement(Protocol):
         """
         ...
 
-    def note_first_token(self, choice: Placed) -> None:
+    def note_first_token(self, placed: Placed) -> None:
         """Note that the prompt of a choice is computed. A second call does nothing."""
         ...
 
-    def note_end(self, choice: Placed) -> None:
+    def note_end(self, placed: Placed) -> None:
         """Note that a request has ended, in whatever way. A second call does nothing."""
         ...
 
@@ -96,7 +102,8 @@ class Placement(Protocol):
 # -- what is counted -------------------------------------------------------------------------------
 
 # A request on its way is not in a report that was measured before it came.
-_FLIGHT_S = 0.05
+_FLIGHT_S: Final = 0.05
+_NEW_WEIGHT: Final = 0.05  # of one more request in the mean time that requests take
 
 
 @dataclass(slots=True)
@@ -115,6 +122,7 @@ class Loads:
     """What each replica is busy with: its reports, and what was sent there since."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.mean_run_s = 0.0  # that requests take, from their choice to their end
         self._clock = clock
         self._standings: dict[str, _Standing] = {}
 
@@ -125,35 +133,38 @@ class Loads:
             standing = self._standings[replica] = _Standing()
         return standing
 
-    def reserve(self, choice: Placed) -> None:
+    def reserve(self, placed: Placed) -> None:
         """Count a request that is sent now."""
-        standing, now_s = self.of(choice.replica), self._clock()
-        standing.queued_tokens += choice.computed_tokens
+        standing, now_s = self.of(placed.replica), self._clock()
+        standing.queued_tokens += placed.computed_tokens
         standing.num_requests += 1
-        standing.waits_for_token[choice.number] = now_s, choice.computed_tokens
-        standing.runs[choice.number] = now_s
+        standing.waits_for_token[placed.number] = now_s, placed.computed_tokens
+        standing.runs[placed.number] = now_s
 
-    def note_first_token(self, choice: Placed) -> bool:
+    def note_first_token(self, placed: Placed) -> bool:
         """Take a prompt off its replica's queue. Returns: whether it was on it."""
-        standing = self.of(choice.replica)
-        waited = standing.waits_for_token.pop(choice.number, None)
+        standing = self.of(placed.replica)
+        waited = standing.waits_for_token.pop(placed.number, None)
         if waited is None:
             return False
         standing.queued_tokens = max(0, standing.queued_tokens - waited[1])
         return True
 
-    def note_end(self, choice: Placed) -> bool:
+    def note_end(self, placed: Placed) -> bool:
         """Take a request off its replica. Returns: whether it was there."""
-        self.note_first_token(choice)
-        standing = self.of(choice.replica)
-        if standing.runs.pop(choice.number, None) is None:
+        self.note_first_token(placed)
+        standing = self.of(placed.replica)
+        began_s = standing.runs.pop(placed.number, None)
+        if began_s is None:
             return False
+        run_s = self._clock() - began_s
+        self.mean_run_s += _NEW_WEIGHT * (run_s - self.mean_run_s) if self.mean_run_s else run_s
         standing.num_requests = max(0, standing.num_requests - 1)
         return True
 
     def report(self, replica: str, load: Load) -> None:
         """Take a report in place of what was counted, but for requests that may be on their way."""
-        standing, since_s = self.of(replica), self._clock() - _FLIGHT_S
+        standing, since_s = self.of(replica), self._clock() - load.age_s - _FLIGHT_S
         standing.load = load
         standing.queued_tokens = load.queued_tokens + sum(
             tokens for at_s, tokens in standing.waits_for_token.values() if at_s > since_s
@@ -199,10 +210,10 @@ class RoundRobin:
             num_prompt_tokens=len(token_ids),
         )
 
-    def note_first_token(self, choice: Placed) -> None:
+    def note_first_token(self, placed: Placed) -> None:
         """Do nothing: no load is counted."""
 
-    def note_end(self, choice: Placed) -> None:
+    def note_end(self, placed: Placed) -> None:
         """Do nothing: no load is counted."""
 
     def report(self, replica: str, load: Load) -> None:
@@ -233,20 +244,20 @@ class LeastLoaded:
             raise ValueError(_NO_CANDIDATES)
         of, draw = self._loads.of, self._random.random
         ranked = tuple(sorted(candidates, key=lambda each: (of(each).num_requests, draw())))
-        choice = Placed(
+        placed = Placed(
             number=next(self._numbers),
             replica=ranked[0],
             ranked=ranked,
             num_prompt_tokens=len(token_ids),
         )
-        self._loads.reserve(choice)
-        return choice
+        self._loads.reserve(placed)
+        return placed
 
-    def note_first_token(self, choice: Placed) -> None:
-        self._loads.note_first_token(choice)
+    def note_first_token(self, placed: Placed) -> None:
+        self._loads.note_first_token(placed)
 
-    def note_end(self, choice: Placed) -> None:
-        self._loads.note_end(choice)
+    def note_end(self, placed: Placed) -> None:
+        self._loads.note_end(placed)
 
     def report(self, replica: str, load: Load) -> None:
         self._loads.report(replica, load)
@@ -256,3 +267,198 @@ class LeastLoaded:
 
 
 _NO_CANDIDATES = "there is no replica to choose from"
+
+
+# -- by the caches ---------------------------------------------------------------------------------
+
+# What loading a block costs where no tier has been measured, of computing it.
+_LOAD_FRACTION: Final[Mapping[Medium, float]] = MappingProxyType({"CPU": 0.2, "STORAGE": 0.4})
+# Costs are estimates: those within this of the least one are equals.
+_EQUAL_FRACTION: Final = 0.05
+_EQUAL_S: Final = 0.001
+_MOST_SESSIONS: Final = 65_536
+
+
+@final
+class PrefixAware:
+    """Takes the replica that would have the first token soonest, by its cache and its queue.
+
+    The cost of a replica is what it would have to compute of the prompt, load from tiers, and do
+    before, in the seconds that it has measured. A prompt that is computed there already, for a
+    request that was sent and has no first token yet, counts as found. Among equals a session stays
+    where it was, then the least loaded one is taken, then one at random.
+    """
+
+    def __init__(
+        self,
+        directory: PrefixDirectory,
+        *,
+        clock: Clock = time.monotonic,
+        seed: int | None = None,
+    ) -> None:
+        """``directory``: told by the replicas' events, beside this."""
+        self.directory = directory
+        self._clock, self._loads = clock, Loads(clock)
+        self._promises = Promises()
+        self._sessions = OrderedDict[str, str]()
+        self._random = Random(seed)
+        self._numbers = count()
+
+    def place(
+        self,
+        token_ids: PromptTokens,
+        keys: PrefixKeys = NO_KEYS,
+        candidates: Sequence[str] = (),
+        *,
+        session: str | None = None,
+    ) -> Placed:
+        if not candidates:
+            raise ValueError(_NO_CANDIDATES)
+        hashes = self.directory.hashes(token_ids, keys)
+        found = self.directory.find(hashes, candidates)
+        promised = self._promises.find(hashes)
+        size, longest = self.directory.block_size, len(token_ids) - 1
+        thought: dict[str, tuple[float, dict[Medium, int]]] = {}
+        for replica in candidates:
+            blocks = found.get(replica, {})
+            if (coming := promised.get(replica, 0)) > sum(blocks.values()):
+                blocks = {"GPU": coming}
+            tokens = tokens_of(blocks, size, longest)
+            num_computed = len(token_ids) - sum(tokens.values())
+            thought[replica] = self._cost_s(replica, num_computed, blocks), tokens
+        last = self._sessions.get(session) if session is not None else None
+        ranked = self._ranked({each: cost for each, (cost, _) in thought.items()}, last)
+        cost_s, tokens = thought[ranked[0]]
+        placed = Placed(
+            number=next(self._numbers),
+            replica=ranked[0],
+            ranked=ranked,
+            num_prompt_tokens=len(token_ids),
+            found_tokens=tokens,
+            cost_ms=1000 * cost_s,
+        )
+        self._loads.reserve(placed)
+        self._promises.add(placed, hashes)
+        if session is not None:
+            self._sessions[session] = placed.replica
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > _MOST_SESSIONS:
+                self._sessions.popitem(last=False)
+        return placed
+
+    def note_first_token(self, placed: Placed) -> None:
+        self._loads.note_first_token(placed)
+        self._promises.remove(placed)
+
+    def note_end(self, placed: Placed) -> None:
+        self._loads.note_end(placed)
+        self._promises.remove(placed)
+
+    def report(self, replica: str, load: Load) -> None:
+        self._loads.report(replica, load)
+
+    def forget(self, replica: str) -> None:
+        self.directory.forget(replica)
+        self._loads.forget(replica)
+        self._promises.forget(replica)
+
+    def _cost_s(self, replica: str, num_computed: int, blocks: Mapping[Medium, int]) -> float:
+        """Estimate the seconds until the first token of a prompt that has so much to compute."""
+        standing = self._loads.of(replica)
+        load = standing.load
+        compute = num_computed + standing.queued_tokens
+        num_steps = ceil_div(compute, load.max_num_batched_tokens)
+        cost_s = compute * load.compute_s_per_token + num_steps * load.decode_s_per_step
+        block_s = self.directory.block_size * load.compute_s_per_token
+        for medium, fraction in _LOAD_FRACTION.items():
+            if num := blocks.get(medium, 0):
+                cost_s += num * load.load_s_per_block.get(medium, fraction * block_s)
+        if (waiting := standing.num_requests - load.max_num_seqs + 1) > 0:
+            cost_s += waiting * self._loads.mean_run_s / load.max_num_seqs
+        return cost_s
+
+    def _ranked(self, costs_s: Mapping[str, float], last: str | None) -> tuple[str, ...]:
+        """Order replicas by cost; among the first equals, as the class says."""
+        least = min(costs_s.values())
+        equal = least * (1 + _EQUAL_FRACTION) + _EQUAL_S
+        of, draw = self._loads.of, self._random.random
+
+        def rank(replica: str) -> tuple[float, bool, int, float]:
+            return (
+                max(costs_s[replica], equal),
+                replica != last,
+                of(replica).num_requests,
+                draw(),
+            )
+
+        return tuple(sorted(costs_s, key=rank))
+
+
+def tokens_of(blocks: Mapping[Medium, int], size: int, longest: int) -> dict[Medium, int]:
+    """Return the tokens of found blocks of ``size`` tokens, ``longest`` in all, by medium."""
+    found: dict[Medium, int] = {}
+    for medium, num in blocks.items():
+        if (tokens := min(num * size, longest)) > 0:
+            found[medium] = tokens
+            longest -= tokens
+    return found
+
+
+@final
+class Promises:
+    """Prefixes that are being computed: of prompts which were sent, and have no first token yet.
+
+    Of each prompt a few prefixes are kept, at lengths that grow by an eighth: what two prompts have
+    in common is known to be at least so long as the longest of these that both have.
+    """
+
+    def __init__(self) -> None:
+        self._replicas: dict[int, Counter[str]] = {}  # by prefix hash
+        self._open: dict[int, tuple[str, list[int]]] = {}  # by choice
+        self._lengths: list[int] = [1]  # in blocks
+
+    def add(self, placed: Placed, hashes: Keys) -> None:
+        """Promise a prompt's prefixes (hashes: u64[n]) for where it was placed."""
+        kept = self._kept(hashes)
+        self._open[placed.number] = placed.replica, kept
+        for each in kept:
+            self._replicas.setdefault(each, Counter())[placed.replica] += 1
+
+    def remove(self, placed: Placed) -> None:
+        """Take a promise back, if it is still there."""
+        self._take_back(placed.number)
+
+    def _take_back(self, number: int) -> None:
+        replica, kept = self._open.pop(number, ("", []))
+        for each in kept:
+            replicas = self._replicas[each]
+            replicas[replica] -= 1
+            if not replicas[replica]:
+                del replicas[replica]
+                if not replicas:
+                    del self._replicas[each]
+
+    def find(self, hashes: Keys) -> dict[str, int]:
+        """Return how many of a prompt's blocks are promised, by replica."""
+        found: dict[str, int] = {}
+        if self._replicas:
+            for length, each in zip(self._lengths, self._kept(hashes), strict=False):
+                replicas = self._replicas.get(each)
+                if replicas is None:
+                    break
+                for replica in replicas:
+                    found[replica] = length
+        return found
+
+    def forget(self, replica: str) -> None:
+        """Forget what a replica that is gone has promised."""
+        for number in [number for number, (name, _) in self._open.items() if name == replica]:
+            self._take_back(number)
+
+    def _kept(self, hashes: Keys) -> list[int]:
+        """Return the hashes at the lengths that are kept."""
+        lengths = self._lengths
+        while lengths[-1] < len(hashes):
+            lengths.append(lengths[-1] + 1 + lengths[-1] // 8)
+        ends = lengths[: bisect_right(lengths, len(hashes))]
+        return hashes[[end - 1 for end in ends]].tolist() if ends else []
