@@ -131,7 +131,6 @@ def _announce(console: Console, facts: "FleetStartUp") -> None:
         ("replicas", f"{facts.num_replicas}, on {escape(where_ray)}; {escape(facts.placement)}"),
         ("sequences", f"up to {format_count(facts.max_model_len)} tokens (max_model_len)"),
         ("clients", clients),
-        ("logs", escape(facts.log_folder)),
     ]
     for name, text in rows:
         table.add_row(name, text)

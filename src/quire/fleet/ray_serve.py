@@ -14,13 +14,20 @@ import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, final
 
-from quire.config import KVEventsConfig, keep_few_shapes, ray_address, wait_patiently
+from quire.config import (
+    FleetConfig,
+    KVEventsConfig,
+    ServerConfig,
+    keep_few_shapes,
+    ray_address,
+    wait_patiently,
+)
 from quire.config.keys import is_loopback
 from quire.errors import ConfigError, QuireError
-from quire.fleet.fleet_plan import APP, REPLICA, STORE_S, FleetPlan
+from quire.fleet.fleet_plan import APP, DOOR, REPLICA, STORE_S, FleetPlan
 from quire.fleet.scaling import BUSY, QUEUED_S, wanted_replicas
 
 RAY_VERSION: Final = "2.60"  # its routers are alpha: another minor version may differ
@@ -59,6 +66,7 @@ _SCALE_S = 1.0  # between two reports for scaling
 _UPSCALE_DELAY_S = 5.0
 _LOOK_BACK_S = 5.0
 _MORE_CALLS = 64  # at a time, beside requests
+_MOST_REQUESTS = 100_000  # at one door
 _OBJECT_STORE_BYTES = 100 * 2**20  # Ray's, for calls that are large
 
 
@@ -134,8 +142,11 @@ class FollowWork:
 # -- what is deployed ------------------------------------------------------------------------------
 
 
-def replicas(plan: FleetPlan, *, num_cpus: float) -> Any:
-    """Return the deployment of a plan's engines, bound to its arguments. Raises: ConfigError."""
+def replicas(plan: FleetPlan, *, num_cpus: float, generation: int = 0) -> Any:
+    """Return the deployment of a plan's engines, bound to its arguments.
+
+    Another ``generation`` has Serve replace the replicas that there are. Raises: ConfigError.
+    """
     fleet, own = plan.fleet, plan.engine_config()
     grace_s = plan.graceful_shutdown_s
     num_requests = own.max_num_seqs + plan.server_config().max_num_queued_reqs
@@ -174,6 +185,7 @@ def replicas(plan: FleetPlan, *, num_cpus: float) -> Any:
     return serve.deployment(**options)(Replica).bind(
         plan.model,
         dict(plan.engine),
+        generation=generation,
         publishes=fleet.placement != "least-loaded",
         shutdown_s=plan.server_config().shutdown_timeout,
     )
@@ -191,6 +203,7 @@ class Replica:
         model: str | None,
         engine: Mapping[str, Any],
         *,
+        generation: int,
         publishes: bool,
         shutdown_s: float,
     ) -> None:
@@ -342,7 +355,9 @@ class RayReplica:
     def __init__(self, name: str, handle: Any, roll: Roll) -> None:
         self._name, self._handle = name, handle
         self._keywords = {"to": name, "roll": roll}
-        self._report: ReplicaReport | None = None
+        self._last: ReplicaReport | None = None
+        self._fresh: ReplicaReport | None = None  # that has not been asked for
+        self._has_left = False
         self._lost: QuireError | None = None
         self._told = asyncio.Event()
         self._watching = asyncio.create_task(self._watch())
@@ -365,24 +380,35 @@ class RayReplica:
                 yield delta
 
     async def abort(self, request_ids: Iterable[str] | None) -> None:
-        await self._call("abort", None if request_ids is None else list(request_ids))
+        if not self._has_left:  # else it ends by itself what runs, and cannot be asked
+            await self._call("abort", None if request_ids is None else list(request_ids))
 
     async def report(self) -> "ReplicaReport":
-        """Return the latest report, or wait for the next if there is none that is not old."""
-        self._told.clear()
-        if self._report is None and self._lost is None:
+        """Return a report that has come since the last call, or wait for one."""
+        while self._fresh is None and self._lost is None:
+            self._told.clear()
             await self._told.wait()
-        report, self._report = self._report, None
         if self._lost is not None:
             raise self._lost
-        assert report is not None
+        assert self._fresh is not None
+        report, self._fresh = self._fresh, None
+        if self._has_left:
+            self._fresh = report = replace(report, takes_requests=False)
         return report
 
     async def begin_drain(self) -> None:
-        await self._call("begin_drain")
+        if not self._has_left:
+            await self._call("begin_drain")
+
+    def hang_up(self) -> None:
+        """Watch no longer, since Serve has taken the replica off its list: so it learns that."""
+        self._has_left = True
+        self._fresh = self._fresh or self._last
+        self._told.set()
+        self._watching.cancel()
 
     async def close(self) -> None:
-        """Hang up. What runs there goes on."""
+        """Give back what the handle holds. What runs there goes on."""
         self._watching.cancel()
         with suppress(asyncio.CancelledError):
             await self._watching
@@ -393,7 +419,7 @@ class RayReplica:
         try:
             async with aclosing(self._stream("watch")) as reports:
                 async for report in reports:
-                    self._report = report
+                    self._last = self._fresh = report
                     self._told.set()
             self._lost = ReplicaLost(f"replica {self._name} reports no longer")
         except QuireError as error:
@@ -484,23 +510,43 @@ class RayReplicas:
 # -- the process that starts a fleet ---------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@final
 class StartedFleet:
     """A fleet's replicas, as the process that has started them has them."""
 
-    handle: Any  # Serve's, of the replicas
-    stops_ray: bool  # it was started for this fleet
-    log_folder: str = ""
-    is_closed: bool = field(default=False)
+    def __init__(self, plan: FleetPlan, *, num_cpus: float, stops_ray: bool) -> None:
+        self._plan, self._num_cpus = plan, num_cpus
+        self._stops_ray = stops_ray  # it was started for this fleet
+        self._generation = 0
+        self._is_closed = False
+
+    @property
+    def handle(self) -> Any:
+        """Return Serve's handle of the replicas."""
+        return serve.get_deployment_handle(REPLICA, APP)
+
+    def deploy(self) -> None:
+        """Have Serve start the replicas, and return at once."""
+        deployment = replicas(self._plan, num_cpus=self._num_cpus, generation=self._generation)
+        serve.run_many(
+            [serve.RunTarget(deployment, name=APP, route_prefix=None)],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    def roll(self) -> None:
+        """Have Serve replace the replicas, some after the others, and return at once."""
+        self._generation += 1
+        self.deploy()
 
     def close(self) -> None:
         """Let the replicas store their blocks and end, and Ray with them. It takes seconds."""
-        if self.is_closed:
+        if self._is_closed:
             return
-        self.is_closed = True
+        self._is_closed = True
         with suppress(RayError, RuntimeError, TimeoutError):
             serve.delete(APP)
-            if self.stops_ray:
+            if self._stops_ray:
                 serve.shutdown()
         ray.shutdown()
 
@@ -531,21 +577,16 @@ def start_fleet(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> Start
                 f"RAY_ADDRESS={address}: {error}" if address else f"Ray cannot be started: {error}"
             ) from error
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its own lines are in its log files
-    fleet = StartedFleet(handle=None, stops_ray=address is None)
+    cores = int(ray.cluster_resources().get("CPU", 1))
+    num_cpus = plan.fleet.cpus_per_replica
+    if num_cpus is None:
+        num_cpus = 1 if address else max(1, cores // plan.fleet.most)
+    fleet = StartedFleet(plan, num_cpus=num_cpus, stops_ray=address is None)
     try:
-        serve.start(proxy_location="Disabled")
-        num_cpus = plan.fleet.cpus_per_replica
-        if num_cpus is None:
-            cores = int(ray.cluster_resources().get("CPU", 1))
-            num_cpus = 1 if address else max(1, cores // plan.fleet.most)
         _require_room(plan, num_cpus)
-        serve.run_many(
-            [serve.RunTarget(replicas(plan, num_cpus=num_cpus), name=APP, route_prefix=None)],
-            wait_for_ingress_deployment_creation=False,
-            wait_for_applications_running=False,
-        )
+        serve.start(proxy_location="Disabled")
+        fleet.deploy()
         _until_ready(plan, tell)
-        fleet.handle = serve.get_deployment_handle(REPLICA, APP)
     except BaseException:
         fleet.close()
         raise
@@ -602,3 +643,58 @@ def _own_signals() -> Iterator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+# -- Serve's config file ---------------------------------------------------------------------------
+
+
+def build(args: Mapping[str, Any]) -> Any:
+    """Make the application of a Serve config file: a door, which Serve's proxies ask, and replicas.
+
+    ``args`` are the file's, as ``quire fleet --print-config`` writes it. Raises: ConfigError.
+    """
+    plan = FleetPlan.from_args(args)
+    config = plan.server_config()
+    door = serve.deployment(
+        name=DOOR,
+        max_ongoing_requests=_MOST_REQUESTS,  # it refuses by itself what is too much
+        graceful_shutdown_timeout_s=config.shutdown_timeout,
+        ray_actor_options={"num_cpus": 1},
+    )(serve.ingress(DoorApp(plan.fleet, config))(Door))
+    return door.bind(replicas(plan, num_cpus=plan.fleet.cpus_per_replica or 1))
+
+
+class Door:
+    """The deployment of ``DoorApp``. It holds the replicas' handle, so that Serve starts them."""
+
+    def __init__(self, engines: Any) -> None:
+        self.engines = engines
+
+
+@final
+class DoorApp:
+    """The door as an ASGI app that Serve sends to a process, where it opens."""
+
+    def __init__(self, fleet: FleetConfig, config: ServerConfig) -> None:
+        self._fleet, self._config = fleet, config
+        self._app: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request, or open at the start and close at the end."""
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        from quire.fleet.door import open_door
+        from quire.server.logs import log_to_stderr
+
+        log_to_stderr(self._config.uvicorn_log_level)
+        await receive()
+        engines = serve.get_deployment_handle(REPLICA, serve.get_replica_context().app_name)
+        async with (
+            open_door(self._fleet, self._config, engines) as (app, _),
+            app.router.lifespan_context(app),
+        ):
+            self._app = app
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})

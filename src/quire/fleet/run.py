@@ -5,8 +5,10 @@ place: the same sockets, signals, keys and limits.
 """
 
 import asyncio
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from quire.config import ServerConfig, ray_address
 from quire.fleet.fleet_plan import FleetPlan
@@ -28,7 +30,6 @@ class FleetStartUp:
     num_keys: int
     is_local: bool
     ray_address: str | None  # None: it was started for this fleet
-    log_folder: str
 
 
 def serve_fleet(
@@ -78,9 +79,11 @@ async def _serve(
                 num_keys=len(set(config.api_key)),
                 is_local=config.is_local,
                 ray_address=ray_address(),
-                log_folder=started.log_folder,
             )
         )
+        # As many servers read their options anew at this signal: here replicas load the model anew.
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, partial(loop.run_in_executor, None, started.roll))
         await server.until_over()
         if server.is_asked:
             await drain(app.state.service, config.shutdown_timeout)
