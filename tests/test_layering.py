@@ -103,7 +103,7 @@ ONLY_IN = {
     "flask": {"server"},
     "prometheus_client": {"server"},
     "opentelemetry": {"server"},
-    "msgspec": {"server", "cli", "traces", "engine"},
+    "msgspec": {"server", "cli", "traces", "engine", "fleet"},
     "zmq": {"engine"},
     "jinja2": {"chat"},
 }

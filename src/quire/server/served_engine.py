@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from quire.engine.llm import LLM
-from quire.engine.outputs import CompletionOutput, TextDelta
+from quire.engine.outputs import TextDelta
 from quire.engine.prompts import Prompt
 from quire.engine.request_maker import ModelFacts
 from quire.engine.scheduling.offload_policy import OffloadReport
@@ -103,12 +103,6 @@ class ServedEngine(Protocol):
         Leaving the loop, or cancelling the task that waits here, ends the request. Raises: errors
         of Quire, whose messages are for clients.
         """
-        ...
-
-    async def complete(
-        self, prompt: Prompt | Request, *, request_id: str | None = None
-    ) -> CompletionOutput:
-        """Continue a prompt, and return all at once."""
         ...
 
     async def abort(self, request_ids: str | Iterable[str] | None) -> None:
