@@ -74,7 +74,8 @@ MAY_IMPORT = {
     " http planner",
     "compare": "errors units config spec kv models sampling_params engine.sequence engine figures",
     "cli": "errors units traces config spec memory kv tiers models sampling_params engine.sequence"
-    " engine planner server figures compare bench http engine.kv_sizing devices fleet",
+    " engine planner server figures compare bench http engine.kv_sizing devices fleet"
+    " fleet.prefix_directory",
 }
 
 # Who may import a package that is not ours; a package that is not listed may be imported anywhere.

@@ -19,10 +19,11 @@ from quire.cli.plan import num_ranks_of, place_of
 from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
+from quire.fleet.prefix_directory import MAX_REPLICAS
 from quire.planner.hardware import SPEEDS, roofline
 from quire.planner.simulation.cost_model import FittedCosts, StepCosts
-from quire.planner.simulation.replica import ROUTES
 from quire.planner.simulation.result import Goals, SimulationResult
+from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, ROUTES
 from quire.planner.simulation.simulator import Fleet, fleet_for
 from quire.planner.simulation.simulator import simulate as run_simulation
 from quire.planner.simulation.timeline import ChromeTrace
@@ -31,6 +32,8 @@ from quire.spec.tensor_parallel import rank_spec
 from quire.traces import Trace, TraceRequest, form_names, open_trace
 from quire.traces.synthetic import Gamma, LogNormal, Synthetic
 from quire.units import format_bytes, format_count
+
+_MOST_DELAY_MS = 60_000
 
 # -- the table -------------------------------------------------------------------------------------
 
@@ -255,6 +258,12 @@ def simulate(  # noqa: PLR0913 - each is a flag
     routing: Annotated[
         str, in_panel("Machine", f"How a request is routed to a replica: {', '.join(ROUTES)}.")
     ] = "round-robin",
+    event_delay: Annotated[
+        float,
+        in_panel(
+            "Machine", "Milliseconds after which the routing hears of blocks, tokens and loads."
+        ),
+    ] = 1000 * DEFAULT_EVENT_DELAY_S,
     trace_format: Annotated[
         str | None,
         in_panel(
@@ -329,7 +338,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
 
     Raises: ConfigError, ModelNotLoadable, MemoryUnavailable.
     """
-    _refuse(replicas, tp, routing)
+    _refuse(replicas, tp, routing, event_delay)
     if calibration is not None and device is not None:
         raise ConfigError("--calibration and --device both give the speed: give one")
     if report is not None:
@@ -382,6 +391,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
                     routing=routing,
                     num_ranks=tp,
                 )
+                fleet = replace(fleet, event_delay_s=event_delay / 1000)
                 label = " · ".join(filter(None, [source if len(traffic.sources) > 1 else "", name]))
                 view.begin(label)
                 requests = traffic.open(source, view.read)
@@ -491,13 +501,22 @@ def _costs(
     return roofline(subject, rank_spec(subject.spec, tp), name, tp), [note]
 
 
-def _refuse(replicas: int, tp: int, routing: str) -> None:
+def _refuse(replicas: int, tp: int, routing: str, event_delay: float) -> None:
     """Check the numbers of engines and the routing. Raises: ConfigError."""
     for name, value, most in (("replicas", replicas, 4096), ("tp", tp, 1024)):
         if not 1 <= value <= most:
             raise ConfigError(f"--{name} {value} must be from 1 to {most:,}")
     if routing not in ROUTES:
         raise ConfigError(f"--routing {routing!r} is unknown; known: {', '.join(ROUTES)}")
+    if not 0 <= event_delay <= _MOST_DELAY_MS:
+        raise ConfigError(
+            f"--event-delay {event_delay:g} must be from 0 to {_MOST_DELAY_MS:,} milliseconds"
+        )
+    if routing == "prefix-aware" and replicas > MAX_REPLICAS:
+        raise ConfigError(
+            f"--replicas {replicas} is too many for --routing prefix-aware, which knows the caches "
+            f"of {MAX_REPLICAS} at most; take least-loaded"
+        )
 
 
 def _refusals(found: list[Named]) -> Iterator[str]:

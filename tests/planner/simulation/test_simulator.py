@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from planner.fleets import CACHES, FULL, WINDOW, fleet_of, request, spec_of
 from quire.engine.scheduling import headroom
-from quire.planner.simulation.replica import ROUTES
 from quire.planner.simulation.result import Goals, SimulationResult
+from quire.planner.simulation.routing import ROUTES
 from quire.planner.simulation.simulator import make_replica, simulate
 from quire.traces import TraceRequest
 

@@ -6,7 +6,7 @@ request, and the routing then chooses a replica for that request.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
 
 from quire.config import EngineConfig
@@ -23,7 +23,7 @@ from quire.planner.planned_tiers import (
     require_tier_blocks,
 )
 from quire.planner.simulation.cost_model import StepCosts
-from quire.planner.simulation.replica import ROUTES, Replica
+from quire.planner.simulation.replica import Replica
 from quire.planner.simulation.result import (
     Goals,
     LatencyTally,
@@ -31,6 +31,7 @@ from quire.planner.simulation.result import (
     TierFigures,
     TierTotals,
 )
+from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, Router, RouterLine
 from quire.planner.simulation.simulated_engine import VirtualClock, virtual_engine
 from quire.planner.simulation.virtual_carrier import VirtualCarrier, VirtualTier
 from quire.planner.simulation.waste import Waste
@@ -52,6 +53,7 @@ class Fleet:
     swap_bytes: int = 0
     num_replicas: int = 1
     routing: str = "round-robin"
+    event_delay_s: float = DEFAULT_EVENT_DELAY_S  # until the router hears of a replica
     tiers: tuple[PlannedTier, ...] = ()  # the nearest first
     tier_write: WritePolicy = "auto"
     is_on_host: bool = True  # storing in tiers takes processor time from the steps
@@ -64,13 +66,15 @@ def make_replica(
     by_steps: bool = False,
     looks_at_waste: bool = False,
     tiers: Sequence[VirtualTier] = (),
+    line: RouterLine | None = None,
 ) -> Replica:
-    """Make an idle replica of a fleet, with these tiers. Raises: ConfigError.
+    """Make an idle replica of a fleet, with these tiers and this line to the router.
 
-    An unknown strategy is an error, and tiers for one without blocks.
+    Raises: ConfigError for an unknown strategy, and for tiers and one without blocks.
     """
     clock = VirtualClock()
-    accounting = build_accounting(fleet.cache, fleet.spec, fleet.sizes)
+    sizes = replace(fleet.sizes, keep_events=line is not None and line.hears_of_blocks)
+    accounting = build_accounting(fleet.cache, fleet.spec, sizes)
     carrier = None
     if tiers:
         block_size = accounting.block_size(0)
@@ -93,7 +97,7 @@ def make_replica(
         write=fleet.tier_write,
     )
     waste = Waste(cache.accounting) if looks_at_waste else None
-    return Replica(
+    replica = Replica(
         engine,
         cache,
         clock,
@@ -102,6 +106,22 @@ def make_replica(
         by_steps=by_steps,
         waste=waste,
         carrier=carrier,
+    )
+    replica.line = line
+    return replica
+
+
+def router_of(fleet: Fleet) -> Router | None:
+    """Make the router of a fleet, or None for one engine."""
+    if fleet.num_replicas == 1:
+        return None
+    accounting = build_accounting(fleet.cache, fleet.spec, fleet.sizes)
+    return Router(
+        fleet.routing,
+        fleet.num_replicas,
+        accounting.groups,
+        accounting.block_size(0),
+        delay_s=fleet.event_delay_s,
     )
 
 
@@ -131,6 +151,7 @@ def simulate(
         return note
 
     shared = {n: VirtualTier(tier) for n, tier in enumerate(fleet.tiers) if tier.is_shared}
+    router = router_of(fleet)
     replicas = [
         make_replica(
             fleet,
@@ -138,24 +159,27 @@ def simulate(
             by_steps=by_steps,
             looks_at_waste=looks_at_waste,
             tiers=[shared.get(n) or VirtualTier(tier) for n, tier in enumerate(fleet.tiers)],
+            line=router.line(place) if router is not None else None,
         )
         for place in range(fleet.num_replicas)
     ]
-    num_requests = _replay(trace, replicas, fleet.routing)
+    num_requests = _replay(trace, replicas, router)
     end_s = max(replica.now_s for replica in replicas)
     for replica in replicas:
         replica.timeline.jump(end_s)
     return _result(fleet, replicas, tally, goals, num_requests)
 
 
-def _replay(trace: Iterable[TraceRequest], replicas: Sequence[Replica], routing: str) -> int:
+def _replay(
+    trace: Iterable[TraceRequest], replicas: Sequence[Replica], router: Router | None
+) -> int:
     """Run all requests. Returns: how many there were."""
-    route, num_requests = ROUTES[routing], 0
+    num_requests = 0
     for number, request in enumerate(trace):
         num_requests += 1
         for replica in replicas:
             replica.run_until(request.at_s)
-        place = route(replicas, request, number) if len(replicas) > 1 else 0
+        place = router.choose(request, number) if router is not None else 0
         replicas[place].add(request, number)
     for replica in replicas:
         replica.run_until(inf)
