@@ -118,10 +118,10 @@ def two_again(two: FleetProcess) -> None:
 
 
 def num_routable(client: httpx.Client) -> int:
-    """The replicas that the door would choose from."""
-    text = client.get("/metrics").text
-    lines = [each for each in text.splitlines() if each.startswith("quire:fleet_replicas{")]
-    return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if 'state="ready"' in line)
+    """The replicas that the door sends new requests."""
+    lines = client.get("/metrics").text.splitlines()
+    up = [each for each in lines if each.startswith("quire:fleet_replica_up{")]
+    return sum(int(float(line.rsplit(" ", 1)[1])) for line in up)
 
 
 # -- while all goes well ---------------------------------------------------------------------------
@@ -166,16 +166,16 @@ def test_streams_outlive_a_replica_that_is_killed(
 ) -> None:
     two_again(two)
     greedy = [Stream() for _ in PROMPTS]
-    drawn = [Stream() for _ in range(6)]
+    several = [Stream() for _ in range(6)]
 
     async def ask() -> None:
         async with client_of(two) as client:
             calls = [
                 *(read(client, body(p), s) for p, s in zip(PROMPTS, greedy, strict=True)),
-                *(read(client, body(PROMPTS[0], temperature=1.0), s) for s in drawn),
+                *(read(client, body(PROMPTS[0], temperature=1.0, n=2), s) for s in several),
             ]
             tasks = [asyncio.ensure_future(call) for call in calls]
-            await until_they_run([*greedy, *drawn])
+            await until_they_run([*greedy, *several])
             two.replicas()[0].kill()
             async with asyncio.timeout(60):
                 await asyncio.gather(*tasks)
@@ -183,9 +183,9 @@ def test_streams_outlive_a_replica_that_is_killed(
     asyncio.run(ask())
     assert all(stream.is_whole for stream in greedy)
     assert [stream.text for stream in greedy] == [answers[prompt] for prompt in PROMPTS]
-    # What was drawn without a seed cannot be drawn again: one error event, or untouched.
-    assert all(stream.is_whole or len(stream.errors) == 1 for stream in drawn)
-    assert any(stream.errors for stream in drawn)
+    # What has several continuations goes on nowhere else: one error event, or untouched.
+    assert all(stream.is_whole or len(stream.errors) == 1 for stream in several)
+    assert any(stream.errors for stream in several)
     two_again(two)
 
 

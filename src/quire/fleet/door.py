@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from quire.config import FleetConfig, ServerConfig
 from quire.errors import QuireError
 from quire.fleet.fleet_engine import FleetEngine
+from quire.fleet.fleet_figures import FleetFigures, fleet_operation
 from quire.fleet.placement import LeastLoaded
 from quire.fleet.ray_serve import RayReplica, RayReplicas
 from quire.server.app import make_app
@@ -66,7 +67,13 @@ async def open_door(
         await replicas.open()
         while engine.failure is not None:
             await asyncio.sleep(_POLL_S)
-        yield make_app(engine, config), engine
+        app = make_app(
+            engine,
+            config,
+            operations=(fleet_operation(engine),),
+            figures=(FleetFigures(engine),),
+        )
+        yield app, engine
     finally:
         for task in tasks:
             task.cancel()
