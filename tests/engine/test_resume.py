@@ -130,6 +130,15 @@ def test_what_was_generated_before_is_no_prompt() -> None:
     assert other.statistics.prefill_tokens.sum >= 0
 
 
+def test_a_request_may_be_run_twice() -> None:
+    """What is known of its text is copied for each run."""
+    one, other = engine("here"), engine("there")
+    params = SamplingParams(max_tokens=12, temperature=0)
+    whole = deltas_of(one, one.request(PROMPT, params))
+    request = other.request(PROMPT, params, output_token_ids=tuple(tokens_of(whole)[:5]))
+    assert text_of(deltas_of(other, request)) == text_of(deltas_of(other, request))
+
+
 def test_prompt_logprobs_come_again_with_the_first_piece() -> None:
     one, other = engine("here"), engine("there")
     params = SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=1)

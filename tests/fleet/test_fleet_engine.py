@@ -147,6 +147,26 @@ def test_two_hundred_streams_while_a_replica_is_killed() -> None:
     run(ask())
 
 
+def test_what_samples_without_a_seed_goes_on_too() -> None:
+    async def ask() -> None:
+        params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
+        async with fleet_of(placement=RoundRobin()) as fleet:
+            first, second = fleet.replicas
+            first.dies_at = 6
+            found = await read(fleet.engine, PROMPTS[0], params)
+            assert (found.error, len(found.token_ids)) == (None, 12)
+            seed = first.requests[0].params.seed
+            assert seed is not None
+            assert second.requests[0].params.seed == seed
+            (want,) = await expected(PROMPTS[:1], replace(params, seed=seed))
+            assert found.token_ids == want.token_ids
+            first.mode = "works"
+            await read(fleet.engine, PROMPTS[0], params)
+            assert second.requests[-1].params.seed != seed
+
+    run(ask())
+
+
 def test_a_stream_is_moved_once() -> None:
     async def ask() -> None:
         params = SamplingParams(max_tokens=12, temperature=0)

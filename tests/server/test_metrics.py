@@ -475,7 +475,7 @@ def test_the_reference_has_every_metric() -> None:
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in REFERENCE.read_text(encoding="utf-8").splitlines()
-        if line.startswith("| `")
+        if line.startswith("| `") and not line.startswith("| `quire:fleet_")
     ]
     want = [[f"`{f.name}`", f.kind, f.unit, ", ".join(f.labels) or "", f.meaning] for f in FAMILIES]
     assert rows == want

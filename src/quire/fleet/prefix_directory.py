@@ -224,6 +224,11 @@ class PrefixDirectory:
 
     # -- being told ------------------------------------------------------------------------------
 
+    def add(self, replica: str) -> None:
+        """Make room for a replica, unless it has some. Raises: ConfigError for one too many."""
+        with self._lock:
+            self._holder(replica)
+
     def apply(self, replica: str, events: Iterable[WireEvent]) -> None:
         """Take a replica's events, in the order in which it sent them.
 

@@ -20,6 +20,7 @@ from quire.engine.sequence import Request, Sequence
 from quire.errors import QuireError, RequestError
 from quire.fleet.placement import Load
 from quire.kv.prefix_index import Medium
+from quire.spec import Group
 from quire.tiers.fingerprint import Fingerprint
 
 # -- what a replica says ---------------------------------------------------------------------------
@@ -49,6 +50,7 @@ class ReplicaFacts:
     model: ModelFacts
     # What its tokens and cache entries mean: model, weights and options. None: it cannot be told.
     fingerprint: Fingerprint | None
+    groups: tuple[Group, ...]  # of layers, as its events number them
     block_size: int  # tokens
     events: EventEndpoints | None = None  # None: it publishes none
 
@@ -205,6 +207,7 @@ def facts_of(llm: LLM) -> ReplicaFacts:
     return ReplicaFacts(
         model=llm.facts,
         fingerprint=llm.fingerprint(),
+        groups=tuple(llm.accounting.groups),
         block_size=llm.config.block_size,
         events=endpoints,
     )
