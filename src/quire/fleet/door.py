@@ -6,18 +6,21 @@ process of ``quire fleet``, or in a deployment of Serve's own.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, final
 
 from starlette.applications import Starlette
 
 from quire.config import FleetConfig, ServerConfig
 from quire.errors import QuireError
+from quire.fleet.event_follower import ZmqFollower
 from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.fleet_figures import FleetFigures, fleet_operation
-from quire.fleet.placement import LeastLoaded
+from quire.fleet.placement import LeastLoaded, PrefixAware
+from quire.fleet.prefix_directory import PrefixDirectory
 from quire.fleet.ray_serve import RayReplica, RayReplicas
+from quire.fleet.replica import ReplicaFacts
 from quire.server.app import make_app
 
 log = logging.getLogger(__name__)
@@ -33,56 +36,102 @@ async def open_door(
 ) -> AsyncIterator[tuple[Starlette, FleetEngine]]:
     """Make the app of a fleet once one replica is ready, and close it behind the block.
 
-    ``handle`` is Serve's, of the replicas.
+    ``handle`` is Serve's, of the replicas. Raises: ConfigError for a placement that cannot be had.
     """
-    engine = FleetEngine(LeastLoaded(), replica_timeout_s=fleet.health_check_timeout)
-    tasks: set[asyncio.Task[None]] = set()
+    members = _Members(config.shutdown_timeout)
+    replicas = RayReplicas(handle, joined=members.join, left=members.leave)
+    try:
+        engine = _engine(fleet, await replicas.open())
+        try:
+            members.begin(engine)
+            while engine.failure is not None:
+                await asyncio.sleep(_POLL_S)
+            app = make_app(
+                engine,
+                config,
+                operations=(fleet_operation(engine),),
+                figures=(FleetFigures(engine),),
+            )
+            yield app, engine
+        finally:
+            await members.close()
+            await engine.aclose()  # with the handles of all replicas
+    finally:
+        await members.close()
 
-    def spawn(work: Callable[[RayReplica], Any], replica: RayReplica) -> None:
-        task = asyncio.create_task(work(replica), name=f"quire-{replica.name}")
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
 
-    async def join(replica: RayReplica) -> None:
+def _engine(fleet: FleetConfig, facts: ReplicaFacts) -> FleetEngine:
+    """Make the engine, with the placement that the options name. Raises: ConfigError."""
+    timeout_s = fleet.health_check_timeout
+    if fleet.placement == "least-loaded":
+        return FleetEngine(LeastLoaded(), replica_timeout_s=timeout_s)
+    directory = PrefixDirectory(facts.groups, facts.block_size)
+    return FleetEngine(
+        PrefixAware(directory), follower=ZmqFollower(directory), replica_timeout_s=timeout_s
+    )
+
+
+@final
+class _Members:
+    """Lets replicas in and out of an engine, as Serve's router knows them."""
+
+    def __init__(self, shutdown_s: float) -> None:
+        self._shutdown_s = shutdown_s
+        self._engine: FleetEngine | None = None
+        self._early: list[RayReplica] = []  # that came before the engine
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, engine: FleetEngine) -> None:
+        """Let those in that have come, and all later ones."""
+        self._engine = engine
+        early, self._early = self._early, []
+        for replica in early:
+            self._spawn(self._join(engine, replica))
+
+    def join(self, replica: RayReplica) -> None:
+        """Let a replica in as soon as it is ready."""
+        if self._engine is None:
+            self._early.append(replica)
+        else:
+            self._spawn(self._join(self._engine, replica))
+
+    def leave(self, replica: RayReplica) -> None:
+        """Let the streams of a replica that Serve takes away end, there or elsewhere."""
+        replica.hang_up()
+        if self._engine is None:
+            self._early.remove(replica)
+        else:
+            self._spawn(self._see_off(self._engine, replica))
+
+    async def close(self) -> None:
+        """Let go of what is under way, and of replicas that were never let in."""
+        for task in self._tasks:
+            task.cancel()
+        early, self._early = self._early, []
+        await asyncio.gather(
+            *self._tasks, *(each.close() for each in early), return_exceptions=True
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="quire-member")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _join(self, engine: FleetEngine, replica: RayReplica) -> None:
         try:
             await engine.join(replica)
         except QuireError as error:
-            log.error("a replica cannot join: %s", error)
+            log.error("replica %s cannot join the fleet: %s", replica.name, error)
 
-    async def see_off(replica: RayReplica) -> None:
-        """Let the streams of a replica that Serve takes away end, there or elsewhere."""
-        replica.hang_up()
-        with suppress(QuireError):
-            left_s = max(0.0, config.shutdown_timeout - _BEFORE_S)
-            if not await engine.drain(replica.name, left_s):
-                await _until_left(engine, replica.name)
+    async def _see_off(self, engine: FleetEngine, replica: RayReplica) -> None:
+        with suppress(QuireError):  # it never was in
+            if not await engine.drain(replica.name, max(0.0, self._shutdown_s - _BEFORE_S)):
+                await _until_ended(engine, replica.name)
             await engine.leave(replica.name)
 
-    replicas = RayReplicas(
-        handle,
-        joined=lambda replica: spawn(join, replica),
-        left=lambda replica: spawn(see_off, replica),
-    )
-    try:
-        await replicas.open()
-        while engine.failure is not None:
-            await asyncio.sleep(_POLL_S)
-        app = make_app(
-            engine,
-            config,
-            operations=(fleet_operation(engine),),
-            figures=(FleetFigures(engine),),
-        )
-        yield app, engine
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await engine.aclose()  # with the handles of all replicas
 
-
-async def _until_left(engine: FleetEngine, name: str) -> None:
-    """Wait until a replica has ended its streams, or should have."""
+async def _until_ended(engine: FleetEngine, name: str) -> None:
+    """Wait until a replica has ended the streams that cannot be moved, or should have."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_BEFORE_S + _AFTER_S):
             while engine.members[name].streams:

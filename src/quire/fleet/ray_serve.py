@@ -65,6 +65,7 @@ _HEARTBEAT_S = 1.0  # … and at least so often
 _SCALE_S = 1.0  # between two reports for scaling
 _UPSCALE_DELAY_S = 5.0
 _LOOK_BACK_S = 5.0
+_UNLISTED_S = 2.0  # before a replica that Serve's router lists no longer counts as gone
 _MORE_CALLS = 64  # at a time, beside requests
 _MOST_REQUESTS = 100_000  # at one door
 _OBJECT_STORE_BYTES = 100 * 2**20  # Ray's, for calls that are large
@@ -330,14 +331,14 @@ class Replica:
         await self._here().abort(None)
 
     def _here(self, to: str | None = None) -> "LocalReplica":
-        """Return the engine. Raises: ReplicaLost for a call that is meant for another replica.
+        """Return the engine. Raises: ReplicaRefused for a call that is meant for another replica.
 
         Serve sends such a call here if that one is gone.
         """
-        from quire.fleet.replica import ReplicaLost
+        from quire.fleet.replica import ReplicaRefused
 
         if self._local is None or to not in (None, self.name):
-            raise ReplicaLost(f"replica {to or self.name} has left")
+            raise ReplicaRefused(f"replica {to or self.name} is not on Serve's list any more")
         return self._local
 
     def _reached(self, endpoint: Any) -> Any:
@@ -350,16 +351,19 @@ class Replica:
 
 @final
 class RayReplica:
-    """A replica of Serve's, as a handle of the fleet's. It belongs to the door's event loop."""
+    """A replica of Serve's, as a handle of the fleet's. It belongs to the door's event loop.
+
+    While it is not ``listed`` by Serve's router, it takes no new requests.
+    """
 
     def __init__(self, name: str, handle: Any, roll: Roll) -> None:
         self._name, self._handle = name, handle
         self._keywords = {"to": name, "roll": roll}
         self._last: ReplicaReport | None = None
         self._fresh: ReplicaReport | None = None  # that has not been asked for
-        self._has_left = False
         self._lost: QuireError | None = None
         self._told = asyncio.Event()
+        self._is_listed = True
         self._watching = asyncio.create_task(self._watch())
 
     @property
@@ -367,20 +371,22 @@ class RayReplica:
         return self._name
 
     async def facts(self) -> "ReplicaFacts":
-        return await self._call("facts")
+        facts: ReplicaFacts = await self._call("facts")
+        return facts
 
     async def generate(
         self, request: "Request", *, request_id: str
     ) -> "AsyncGenerator[TextDelta, None]":
-        from quire.fleet.replica import to_send
+        from quire.fleet.replica import ReplicaRefused, to_send
 
-        pieces = self._stream("generate", to_send(request), request_id)
-        async with aclosing(pieces):
+        if not self._is_listed:
+            raise ReplicaRefused(f"replica {self._name} is not on Serve's list at present")
+        async with aclosing(self._stream("generate", to_send(request), request_id)) as pieces:
             async for delta in pieces:
                 yield delta
 
     async def abort(self, request_ids: Iterable[str] | None) -> None:
-        if not self._has_left:  # else it ends by itself what runs, and cannot be asked
+        if self._is_listed:  # else it cannot be asked, and ends by itself what runs
             await self._call("abort", None if request_ids is None else list(request_ids))
 
     async def report(self) -> "ReplicaReport":
@@ -390,28 +396,34 @@ class RayReplica:
             await self._told.wait()
         if self._lost is not None:
             raise self._lost
-        assert self._fresh is not None
         report, self._fresh = self._fresh, None
-        if self._has_left:
-            self._fresh = report = replace(report, takes_requests=False)
-        return report
+        assert report is not None
+        return report if self._is_listed else replace(report, takes_requests=False)
 
     async def begin_drain(self) -> None:
-        if not self._has_left:
+        if self._is_listed:
             await self._call("begin_drain")
 
+    @property
+    def listed(self) -> bool:
+        """Whether Serve's router sends calls there."""
+        return self._is_listed
+
+    @listed.setter
+    def listed(self, is_listed: bool) -> None:
+        if is_listed != self._is_listed:
+            self._is_listed = is_listed
+            self._fresh = self._last
+            self._told.set()
+
     def hang_up(self) -> None:
-        """Watch no longer, since Serve has taken the replica off its list: so it learns that."""
-        self._has_left = True
-        self._fresh = self._fresh or self._last
-        self._told.set()
+        """Watch the replica no longer. So it learns that it is on its way out."""
         self._watching.cancel()
 
     async def close(self) -> None:
         """Give back what the handle holds. What runs there goes on."""
         self._watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._watching
+        await asyncio.gather(self._watching, return_exceptions=True)
 
     async def _watch(self) -> None:
         from quire.fleet.replica import ReplicaLost
@@ -423,7 +435,7 @@ class RayReplica:
                     self._told.set()
             self._lost = ReplicaLost(f"replica {self._name} reports no longer")
         except QuireError as error:
-            self._lost = error
+            self._lost = ReplicaLost(str(error))
         self._told.set()
 
     async def _call(self, method: str, *args: Any) -> Any:
@@ -485,14 +497,11 @@ class RayReplicas:
         self._roll = Roll(self._take)
         self._known: dict[str, RayReplica] = {}
 
-    async def open(self) -> None:
-        """Make Serve's router begin to tell. It waits until there is a replica."""
-        await self._handle.options(method_name="facts").remote(roll=self._roll)
-
-    async def close(self) -> None:
-        """Hang up on all."""
-        known, self._known = self._known, {}
-        await asyncio.gather(*(each.close() for each in known.values()))
+    async def open(self) -> "ReplicaFacts":
+        """Make Serve's router begin to tell, and return the facts of the first replica."""
+        call = self._handle.options(method_name="facts").remote(roll=self._roll)
+        facts: ReplicaFacts = await call
+        return facts
 
     def _take(self, names: Iterable[str]) -> None:
         """Take the names from the router's thread."""
@@ -500,11 +509,23 @@ class RayReplicas:
             self._loop.call_soon_threadsafe(self._compare, frozenset(names))
 
     def _compare(self, names: frozenset[str]) -> None:
-        for name in self._known.keys() - names:
-            self._left(self._known.pop(name))
+        if not names and self._known:
+            # A controller that has just begun anew knows of no replica for a moment. Calls wait in
+            # Serve's router until there is one again.
+            return
+        for name, replica in self._known.items():
+            replica.listed = name in names
+            if not replica.listed:
+                self._loop.call_later(_UNLISTED_S, self._see_off, replica)
         for name in sorted(names - self._known.keys()):
             self._known[name] = replica = RayReplica(name, self._handle, self._roll)
             self._joined(replica)
+
+    def _see_off(self, replica: RayReplica) -> None:
+        """Tell that a replica has left, unless it has come back meanwhile."""
+        if not replica.listed and self._known.get(replica.name) is replica:
+            del self._known[replica.name]
+            self._left(replica)
 
 
 # -- the process that starts a fleet ---------------------------------------------------------------
