@@ -2,11 +2,15 @@
 
 from collections import defaultdict
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.told import CLEARED, FULL, KEY, Prompt, groups_of, on_the_wire
-from quire.fleet.prefix_directory import MEDIA, PrefixDirectory
+from quire.engine.event_format import ClearedBlocks, RemovedBlocks, StoredBlocks
+from quire.errors import ConfigError
+from quire.fleet.prefix_directory import MAX_REPLICAS, MEDIA, PrefixDirectory
 from quire.kv import NO_KEYS, PrefixKeys
 from quire.kv.prefix_index import Image
 from quire.spec import (
@@ -161,3 +165,135 @@ def test_it_finds_what_whole_prefixes_say(model, size, shared, prompts, done) ->
         directory.forget(replica)
     directory.check()
     assert not len(directory)
+
+
+# -- hostile and broken replicas -------------------------------------------------------------------
+
+GROUPS = groups_of()
+JUNK = st.one_of(
+    st.builds(
+        StoredBlocks,
+        block_hashes=st.lists(st.integers(-3, 2**64) | st.binary(max_size=9), max_size=4),
+        parent_block_hash=st.none() | st.integers(-1, 4) | st.integers(2**64 - 1, 2**64 + 1),
+        token_ids=st.lists(st.integers(-1, 2) | st.integers(2**31, 2**64), max_size=8),
+        block_size=st.integers(0, 3),
+        lora_id=st.none(),
+        medium=st.sampled_from([None, "GPU", "CPU", "disk"]),
+        lora_name=st.none(),
+        extra_keys=st.none() | st.lists(st.none() | st.tuples(st.text(max_size=2)), max_size=4),
+        group_idx=st.none() | st.integers(-1, 2),
+    ),
+    st.builds(
+        RemovedBlocks,
+        block_hashes=st.lists(st.integers(-3, 2**64), max_size=4),
+        medium=st.sampled_from([None, "GPU", "disk"]),
+        group_idx=st.none() | st.integers(-1, 2),
+    ),
+    st.builds(ClearedBlocks),
+)
+TWO = st.builds(  # that make sense, of few names: each may be told again with other tokens
+    StoredBlocks,
+    block_hashes=st.lists(st.integers(2, 6), min_size=2, max_size=2),
+    parent_block_hash=st.none() | st.integers(2, 6),
+    token_ids=st.lists(st.integers(0, 1), min_size=4, max_size=4),
+    block_size=st.just(2),
+    lora_id=st.none(),
+    medium=st.sampled_from(["GPU", "CPU"]),
+    lora_name=st.none(),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(told=st.lists(st.lists(JUNK | TWO, max_size=5), max_size=8))
+def test_nothing_that_a_replica_says_breaks_it_or_harms_another(told) -> None:
+    directory = PrefixDirectory(GROUPS, 2, key=KEY, max_blocks=8)
+    honest = Prompt((1, 0, 1, 1, 0, 0))
+    directory.apply("honest", on_the_wire(GROUPS, 2, honest.stored(2, range(3))))
+    for events in told:
+        directory.apply("liar", events)
+        directory.check()
+    found = directory.find(directory.hashes(honest.token_ids, honest.keys), ["honest"])
+    assert found == {"honest": {"GPU": 3}}
+    directory.forget("liar")
+    assert len(directory) == 3
+
+
+def test_a_replica_that_tells_of_too_much_loses_its_oldest() -> None:
+    directory = PrefixDirectory(GROUPS, 2, max_blocks=64)
+    several = [Prompt((n, n)) for n in range(500)]
+    for prompt in several:
+        directory.apply("liar", on_the_wire(GROUPS, 2, prompt.stored(2, [0])))
+        directory.check()
+    assert directory.num_evicted == 500 - directory.num_blocks("liar")
+    found = [bool(directory.find(directory.hashes(p.token_ids, p.keys), ["liar"])) for p in several]
+    assert not any(found[:430])
+    assert all(found[-56:])
+    assert directory.num_bytes < 64 * 1024
+
+
+def test_one_long_event_is_bounded_too() -> None:
+    directory = PrefixDirectory(GROUPS, 2, max_blocks=64)
+    directory.apply("liar", on_the_wire(GROUPS, 2, Prompt((1,) * 2000).stored(2, range(1000))))
+    directory.check()
+    assert directory.num_blocks("liar") <= 64
+
+
+def test_memory_is_used_again() -> None:
+    directory = PrefixDirectory(GROUPS, 2)
+    sizes = []
+    for turn in range(6):
+        several = [Prompt((turn, n, n, n)) for n in range(300)]
+        for prompt in several:
+            directory.apply("a", on_the_wire(GROUPS, 2, prompt.stored(2, range(2))))
+        for prompt in several:
+            directory.apply("a", on_the_wire(GROUPS, 2, prompt.removed(2, range(2))))
+        directory.check()
+        sizes.append(directory.num_bytes)
+    assert len(directory) == 0
+    assert sizes[-1] <= sizes[1]
+
+
+def test_a_block_without_a_known_parent_is_left_out() -> None:
+    directory = PrefixDirectory(GROUPS, 2)
+    prompt = Prompt((1, 2, 3, 4, 5, 6))
+    directory.apply("a", on_the_wire(GROUPS, 2, prompt.stored(2, [1, 2])))
+    assert (len(directory), directory.num_ignored) == (0, 2)
+
+
+def test_one_replica_too_many_is_refused_until_another_is_forgotten() -> None:
+    directory = PrefixDirectory(GROUPS, 2)
+    for number in range(MAX_REPLICAS):
+        directory.add(f"r{number}")
+    with pytest.raises(ConfigError, match=r"one too many: .* 64 at most; use least-loaded"):
+        directory.apply("more", [])
+    directory.forget("r5")
+    directory.apply("more", on_the_wire(GROUPS, 2, Prompt((1, 1)).stored(2, [0])))
+    hashes = directory.hashes((1, 1), NO_KEYS)
+    assert directory.find(hashes, ["more", *(f"r{n}" for n in range(63) if n != 5)]) == {
+        "more": {"GPU": 1}
+    }
+
+
+def test_without_the_key_secret_prompts_have_no_hashes() -> None:
+    directory = PrefixDirectory(GROUPS, 2)
+    assert not len(directory.hashes((1, 1), PrefixKeys(tenant="ann")))
+    assert len(directory.hashes((1, 1), PrefixKeys(lora=LORA))) == 1
+
+
+def test_arrays_and_sequences_of_token_ids_are_alike() -> None:
+    directory = PrefixDirectory(GROUPS, 3)
+    token_ids = tuple(range(20))
+    assert (
+        directory.hashes(token_ids, NO_KEYS)
+        == directory.hashes(np.array(token_ids, np.int32), NO_KEYS)
+    ).all()
+
+
+def test_a_long_prompt_is_looked_up_piece_by_piece() -> None:
+    """Beyond the first piece a hit goes on, and ends where it ends."""
+    directory = PrefixDirectory(GROUPS, 2)
+    prompt = Prompt(tuple(n % 7 for n in range(6000)))
+    directory.apply("a", on_the_wire(GROUPS, 2, prompt.stored(2, range(2500))))
+    directory.apply("b", on_the_wire(GROUPS, 2, prompt.stored(2, range(256))))
+    hashes = directory.hashes(prompt.token_ids, prompt.keys)
+    assert directory.find(hashes, ["a", "b"]) == {"a": {"GPU": 2500}, "b": {"GPU": 256}}

@@ -9,13 +9,15 @@ One thread uses a placement.
 
 import time
 from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 from types import MappingProxyType
 from typing import Final, Protocol, TypeAlias, final
+
+import numpy as np
 
 from quire.fleet.key_table import Keys
 from quire.fleet.prefix_directory import PrefixDirectory, PromptTokens
@@ -240,18 +242,26 @@ class LeastLoaded:
         *,
         session: str | None = None,
     ) -> Placed:
+        placed = self.thought(token_ids, candidates)
+        self.reserve(placed)
+        return placed
+
+    def thought(self, token_ids: PromptTokens, candidates: Sequence[str]) -> Placed:
+        """Return what ``place`` would choose, without counting it. Raises: ValueError."""
         if not candidates:
             raise ValueError(_NO_CANDIDATES)
         of, draw = self._loads.of, self._random.random
         ranked = tuple(sorted(candidates, key=lambda each: (of(each).num_requests, draw())))
-        placed = Placed(
+        return Placed(
             number=next(self._numbers),
             replica=ranked[0],
             ranked=ranked,
             num_prompt_tokens=len(token_ids),
         )
+
+    def reserve(self, placed: Placed) -> None:
+        """Count a choice."""
         self._loads.reserve(placed)
-        return placed
 
     def note_first_token(self, placed: Placed) -> None:
         self._loads.note_first_token(placed)
@@ -273,33 +283,46 @@ _NO_CANDIDATES = "there is no replica to choose from"
 
 # What loading a block costs where no tier has been measured, of computing it.
 _LOAD_FRACTION: Final[Mapping[Medium, float]] = MappingProxyType({"CPU": 0.2, "STORAGE": 0.4})
-# Costs are estimates: those within this of the least one are equals.
+# What a second of computing weighs, against one of waiting. A prompt waits for both alike, but what
+# is computed twice keeps others waiting, too, and takes the place of blocks that would be found.
+DEFAULT_WORK_WEIGHT: Final = 9.0
+# What of that is spared where a prompt's prefix was sent before and is gone by now. The cache there
+# knows that it comes again and keeps it longer now; another one sees it for the first time.
+_FORMER_WEIGHT: Final = 1.0
+# Costs are estimates: those above the least one by so much of its time are equals.
 _EQUAL_FRACTION: Final = 0.05
 _EQUAL_S: Final = 0.001
 _MOST_SESSIONS: Final = 65_536
+_MOST_REMEMBERED: Final = 131_072
 
 
 @final
 class PrefixAware:
-    """Takes the replica that would have the first token soonest, by its cache and its queue.
+    """Takes the replica that has least to do until the first token, by its cache and its queue.
 
     The cost of a replica is what it would have to compute of the prompt, load from tiers, and do
-    before, in the seconds that it has measured. A prompt that is computed there already, for a
-    request that was sent and has no first token yet, counts as found. Among equals a session stays
-    where it was, then the least loaded one is taken, then one at random.
+    before, in the seconds that it has measured; computing weighs more than waiting. What is being
+    computed there, for a request that has no first token yet, counts as found. Among equals a
+    session stays where it was, then the least loaded one is taken, then one at random.
     """
 
     def __init__(
         self,
         directory: PrefixDirectory,
         *,
+        work_weight: float = DEFAULT_WORK_WEIGHT,
         clock: Clock = time.monotonic,
         seed: int | None = None,
     ) -> None:
-        """``directory``: told by the replicas' events, beside this."""
+        """``directory``: told by the replicas' events, beside this.
+
+        ``work_weight``: of a second of computing, against one of waiting; 1 looks only at this
+        request's own first token.
+        """
+        self._work_weight = work_weight
         self.directory = directory
         self._clock, self._loads = clock, Loads(clock)
-        self._promises = Promises()
+        self._promises, self._memory = Promises(), Memory()
         self._sessions = OrderedDict[str, str]()
         self._random = Random(seed)
         self._numbers = count()
@@ -317,28 +340,36 @@ class PrefixAware:
         hashes = self.directory.hashes(token_ids, keys)
         found = self.directory.find(hashes, candidates)
         promised = self._promises.find(hashes)
+        formerly = self._memory.find(hashes)
         size, longest = self.directory.block_size, len(token_ids) - 1
-        thought: dict[str, tuple[float, dict[Medium, int]]] = {}
+        costs: dict[str, tuple[float, float]] = {}
+        # Of each replica: seconds of computing and of waiting, and what it has of the prompt.
+        thought: dict[str, tuple[float, float, dict[Medium, int]]] = {}
         for replica in candidates:
             blocks = found.get(replica, {})
             if (coming := promised.get(replica, 0)) > sum(blocks.values()):
                 blocks = {"GPU": coming}
             tokens = tokens_of(blocks, size, longest)
-            num_computed = len(token_ids) - sum(tokens.values())
-            thought[replica] = self._cost_s(replica, num_computed, blocks), tokens
+            num_found = sum(tokens.values())
+            compute_s, wait_s = self._costs_s(replica, len(token_ids) - num_found, blocks)
+            thought[replica] = compute_s, wait_s, tokens
+            credit = max(0, formerly.get(replica, 0) * size - num_found) / len(token_ids)
+            weight = self._work_weight - _FORMER_WEIGHT * credit
+            costs[replica] = weight * compute_s + wait_s, compute_s + wait_s
         last = self._sessions.get(session) if session is not None else None
-        ranked = self._ranked({each: cost for each, (cost, _) in thought.items()}, last)
-        cost_s, tokens = thought[ranked[0]]
+        ranked = self._ranked(costs, last)
+        compute_s, wait_s, tokens = thought[ranked[0]]
         placed = Placed(
             number=next(self._numbers),
             replica=ranked[0],
             ranked=ranked,
             num_prompt_tokens=len(token_ids),
             found_tokens=tokens,
-            cost_ms=1000 * cost_s,
+            cost_ms=1000 * (compute_s + wait_s),
         )
         self._loads.reserve(placed)
         self._promises.add(placed, hashes)
+        self._memory.add(placed.replica, hashes)
         if session is not None:
             self._sessions[session] = placed.replica
             self._sessions.move_to_end(session)
@@ -361,37 +392,48 @@ class PrefixAware:
         self.directory.forget(replica)
         self._loads.forget(replica)
         self._promises.forget(replica)
+        self._memory.forget(replica)
 
-    def _cost_s(self, replica: str, num_computed: int, blocks: Mapping[Medium, int]) -> float:
-        """Estimate the seconds until the first token of a prompt that has so much to compute."""
+    def _costs_s(
+        self, replica: str, compute: int, blocks: Mapping[Medium, int]
+    ) -> tuple[float, float]:
+        """Estimate how long a prompt computes and how long it waits at a replica, in seconds.
+
+        ``compute``: tokens; ``blocks``: that are found.
+        """
         standing = self._loads.of(replica)
-        load = standing.load
-        compute = num_computed + standing.queued_tokens
-        num_steps = ceil_div(compute, load.max_num_batched_tokens)
-        cost_s = compute * load.compute_s_per_token + num_steps * load.decode_s_per_step
-        block_s = self.directory.block_size * load.compute_s_per_token
+        load, block_size = standing.load, self.directory.block_size
+        wait_s = standing.queued_tokens * load.compute_s_per_token
         for medium, fraction in _LOAD_FRACTION.items():
             if num := blocks.get(medium, 0):
-                cost_s += num * load.load_s_per_block.get(medium, fraction * block_s)
+                computing_s = block_size * load.compute_s_per_token
+                wait_s += num * load.load_s_per_block.get(medium, fraction * computing_s)
+        num_steps = ceil_div(compute + standing.queued_tokens, load.max_num_batched_tokens)
+        wait_s += num_steps * load.decode_s_per_step
         if (waiting := standing.num_requests - load.max_num_seqs + 1) > 0:
-            cost_s += waiting * self._loads.mean_run_s / load.max_num_seqs
-        return cost_s
+            wait_s += waiting * self._loads.mean_run_s / load.max_num_seqs
+        return compute * load.compute_s_per_token, wait_s
 
-    def _ranked(self, costs_s: Mapping[str, float], last: str | None) -> tuple[str, ...]:
-        """Order replicas by cost; among the first equals, as the class says."""
-        least = min(costs_s.values())
-        equal = least * (1 + _EQUAL_FRACTION) + _EQUAL_S
+    def _ranked(
+        self, costs: Mapping[str, tuple[float, float]], last: str | None
+    ) -> tuple[str, ...]:
+        """Order replicas by cost; among the first equals, as the class says.
+
+        ``costs``: what a replica costs, and the seconds that it was thought to take.
+        """
+        least, seconds = min(costs.values())
+        equal = least + _EQUAL_FRACTION * seconds + _EQUAL_S
         of, draw = self._loads.of, self._random.random
 
         def rank(replica: str) -> tuple[float, bool, int, float]:
             return (
-                max(costs_s[replica], equal),
+                max(costs[replica][0], equal),
                 replica != last,
                 of(replica).num_requests,
                 draw(),
             )
 
-        return tuple(sorted(costs_s, key=rank))
+        return tuple(sorted(costs, key=rank))
 
 
 def tokens_of(blocks: Mapping[Medium, int], size: int, longest: int) -> dict[Medium, int]:
@@ -408,21 +450,22 @@ def tokens_of(blocks: Mapping[Medium, int], size: int, longest: int) -> dict[Med
 class Promises:
     """Prefixes that are being computed: of prompts which were sent, and have no first token yet.
 
-    Of each prompt a few prefixes are kept, at lengths that grow by an eighth: what two prompts have
+    Of each prompt a few prefixes are kept, at lengths that grow by a quarter: what two prompts have
     in common is known to be at least so long as the longest of these that both have.
     """
 
     def __init__(self) -> None:
-        self._replicas: dict[int, Counter[str]] = {}  # by prefix hash
+        self._replicas: dict[int, dict[str, int]] = {}  # how many requests, by prefix hash
         self._open: dict[int, tuple[str, list[int]]] = {}  # by choice
-        self._lengths: list[int] = [1]  # in blocks
+        self._marks = Marks(4)
 
     def add(self, placed: Placed, hashes: Keys) -> None:
         """Promise a prompt's prefixes (hashes: u64[n]) for where it was placed."""
-        kept = self._kept(hashes)
+        kept = self._marks.of(hashes)
         self._open[placed.number] = placed.replica, kept
         for each in kept:
-            self._replicas.setdefault(each, Counter())[placed.replica] += 1
+            replicas = self._replicas.setdefault(each, {})
+            replicas[placed.replica] = replicas.get(placed.replica, 0) + 1
 
     def remove(self, placed: Placed) -> None:
         """Take a promise back, if it is still there."""
@@ -442,7 +485,7 @@ class Promises:
         """Return how many of a prompt's blocks are promised, by replica."""
         found: dict[str, int] = {}
         if self._replicas:
-            for length, each in zip(self._lengths, self._kept(hashes), strict=False):
+            for length, each in zip(self._marks.lengths, self._marks.of(hashes), strict=False):
                 replicas = self._replicas.get(each)
                 if replicas is None:
                     break
@@ -455,10 +498,48 @@ class Promises:
         for number in [number for number, (name, _) in self._open.items() if name == replica]:
             self._take_back(number)
 
-    def _kept(self, hashes: Keys) -> list[int]:
-        """Return the hashes at the lengths that are kept."""
-        lengths = self._lengths
-        while lengths[-1] < len(hashes):
-            lengths.append(lengths[-1] + 1 + lengths[-1] // 8)
-        ends = lengths[: bisect_right(lengths, len(hashes))]
-        return hashes[[end - 1 for end in ends]].tolist() if ends else []
+
+@final
+class Memory:
+    """Where prefixes were sent last, of the latest ``_MOST_REMEMBERED`` that were kept."""
+
+    def __init__(self) -> None:
+        self._replicas = OrderedDict[int, str]()  # by prefix hash
+        self._marks = Marks(2)
+
+    def add(self, replica: str, hashes: Keys) -> None:
+        """Remember where a prompt was sent (hashes of its blocks: u64[n])."""
+        for each in self._marks.of(hashes):
+            self._replicas[each] = replica
+            self._replicas.move_to_end(each)
+        while len(self._replicas) > _MOST_REMEMBERED:
+            self._replicas.popitem(last=False)
+
+    def find(self, hashes: Keys) -> dict[str, int]:
+        """Return how many of a prompt's blocks were sent last to where, by replica."""
+        found: dict[str, int] = {}
+        for length, each in zip(self._marks.lengths, self._marks.of(hashes), strict=False):
+            if (replica := self._replicas.get(each)) is not None:
+                found[replica] = length
+        return found
+
+    def forget(self, replica: str) -> None:
+        """Forget what was sent to a replica that is gone."""
+        for each in [each for each, name in self._replicas.items() if name == replica]:
+            del self._replicas[each]
+
+
+@final
+class Marks:
+    """Lengths of prefixes, in blocks, each longer than the last by a ``part``-th and one block."""
+
+    def __init__(self, part: int) -> None:
+        self.lengths = [1]
+        self._part = part
+
+    def of(self, hashes: Keys) -> list[int]:
+        """Return the hashes of a prompt's prefixes (u64[n]) that have these lengths."""
+        while self.lengths[-1] < len(hashes):
+            self.lengths.append(self.lengths[-1] + 1 + self.lengths[-1] // self._part)
+        ends = self.lengths[: bisect_right(self.lengths, len(hashes))]
+        return hashes[np.array(ends) - 1].tolist() if ends else []

@@ -165,62 +165,61 @@ class PrefixDirectory:
         """
         with self._lock:
             bits = {name: self._holder(name).bit for name in replicas}
-            media, hit = self._look_up(hashes, np.bitwise_or.reduce([*bits.values(), _NONE]))
+            asked = np.uint64(sum({int(bit) for bit in bits.values()}))
+            media, hit = self._look_up(hashes, asked)
         # Each block of a hit counts where it is nearest.
-        counts = np.zeros((len(MEDIA), MAX_REPLICAS), np.int64)
-        for number, there in enumerate(media):
-            counts[number] = _counted(there & hit)
+        counts: dict[Medium, list[int]] = {}
+        for medium, there in media.items():
+            counts[medium] = _counted(there & hit)
             hit = hit & ~there
         found = {}
         for name, bit in bits.items():
-            by_medium = counts[:, int(bit).bit_length() - 1].tolist()
-            if any(by_medium):
-                found[name] = {
-                    medium: num for medium, num in zip(MEDIA, by_medium, strict=True) if num
-                }
+            place = int(bit).bit_length() - 1
+            by_medium = {medium: num[place] for medium, num in counts.items() if num[place]}
+            if by_medium:
+                found[name] = by_medium
         return found
 
-    def _look_up(self, hashes: Keys, asked: np.uint64) -> tuple[list[Keys], Keys]:
-        """Return bits of replicas for each block: is it in a medium (three u64[n]), in the hit.
+    def _look_up(self, hashes: Keys, asked: np.uint64) -> tuple[dict[Medium, Keys], Keys]:
+        """Return bits of replicas for each block: is it in a medium (u64[n] each), in the hit.
 
         What lies behind a block that ends all hits is not looked up.
         """
-        pieces: list[list[list[Keys]]] = []  # [group][medium] of each piece
+        columns = list(self._bits)
+        pieces: list[dict[Column, Keys]] = []
         running, first, count = asked, 0, _LOOKED_UP
         while first < len(hashes) and running:
             rows = self._rows.find(hashes[first : first + count])
-            pieces.append([self._of_rows(rows, number) for number in range(len(self._groups))])
+            pieces.append({column: self._of_rows(rows, column) for column in columns})
             for number in self._read_whole:
-                running &= np.bitwise_and.reduce(_either(pieces[-1][number]))
+                running &= np.bitwise_and.reduce(_either(pieces[-1], number, len(rows)))
             first, count = first + count, _LOOKED_UP_MORE * count
         if not pieces:
-            return [], np.zeros(0, np.uint64)
-        groups = [
-            [np.concatenate(several) for several in zip(*parts, strict=True)]
-            for parts in zip(*pieces, strict=True)
-        ]
+            return {}, np.zeros(0, np.uint64)
+        there = pieces[0]
+        if len(pieces) > 1:
+            there = {each: np.concatenate([part[each] for part in pieces]) for each in columns}
         # By number of blocks from 1 on: has a replica all that is read behind so many?
-        fits = np.full(len(groups[0][0]), asked)
+        num_blocks = min(first, len(hashes))
+        fits = np.full(num_blocks, asked)
         for number, group in enumerate(self._groups):
-            there = _either(groups[number])
+            either = _either(there, number, num_blocks)
             if number in self._read_whole:
-                fits &= np.bitwise_and.accumulate(there)
+                fits &= np.bitwise_and.accumulate(either)
             else:
-                fits &= _all_between(there, _first_read(group, self.block_size, len(there)))
-        hit = np.bitwise_or.accumulate(fits[::-1])[::-1]
-        return groups[self._read_whole[0] if self._read_whole else 0], hit
+                fits &= _all_between(either, _first_read(group, self.block_size, num_blocks))
+        if len(self._read_whole) < len(self._groups):
+            fits = np.bitwise_or.accumulate(fits[::-1])[::-1]
+        told = self._read_whole[0] if self._read_whole else 0
+        return {m: there[told, m] for m in MEDIA if (told, m) in there}, fits
 
-    def _of_rows(self, rows: Numbers, group: int) -> list[Keys]:
-        """Return the bits of rows (i64[n]) in each medium: u64[n]."""
-        found = []
-        for medium in MEDIA:
-            bits = self._bits.get((group, medium))
-            if bits is None:
-                found.append(np.zeros(len(rows), np.uint64))
-                continue
-            there = np.where(rows >= 0, bits[rows], _NONE)
-            found.append(np.where(there, _ALL, _NONE) if medium in self._shared else there)
-        return found
+    def _of_rows(self, rows: Numbers, column: Column) -> Keys:
+        """Return the bits of rows (i64[n]) in a column: u64[n]."""
+        there = self._bits[column][rows]
+        there[rows < 0] = _NONE
+        if column[1] in self._shared:
+            there[there != 0] = _ALL
+        return there
 
     # -- being told ------------------------------------------------------------------------------
 
@@ -533,9 +532,12 @@ def _mixed(numbers: Keys, factor: np.uint64) -> Keys:
 # -- bits of replicas ------------------------------------------------------------------------------
 
 
-def _either(media: Sequence[Keys]) -> Keys:
-    """Return bits (u64[n]) of the replicas that have a block in any medium."""
-    return np.bitwise_or.reduce(media)
+def _either(there: Mapping[Column, Keys], group: int, num_blocks: int) -> Keys:
+    """Return bits (u64[num_blocks]) of the replicas that have a block of a group in any medium."""
+    several = [bits for (number, _), bits in there.items() if number == group]
+    if len(several) == 1:
+        return several[0]
+    return np.bitwise_or.reduce([np.zeros(num_blocks, np.uint64), *several])
 
 
 def _first_read(group: Group, block_size: int, num_blocks: int) -> Numbers:
@@ -564,16 +566,14 @@ def _all_between(there: Keys, first: Numbers) -> Keys:
     return found
 
 
-def _counted(bits: Keys) -> Numbers:
-    """Count for each replica the blocks (u64[n]) with its bit: i64[MAX_REPLICAS]."""
-    if not len(bits):
-        return np.zeros(MAX_REPLICAS, np.int64)
-    starts = np.flatnonzero(np.concatenate([[True], bits[1:] != bits[:-1]]))  # of equal ones
-    lengths = np.diff(starts, append=len(bits))
-    runs = np.unpackbits(
-        bits[starts].astype("<u8").view(np.uint8).reshape(-1, 8), axis=1, bitorder="little"
-    )
-    return lengths @ runs.astype(np.int64)
+def _counted(bits: Keys) -> list[int]:
+    """Count for each of ``MAX_REPLICAS`` the blocks (u64[n], n ≥ 1) with its bit."""
+    starts = np.concatenate(([0], np.flatnonzero(bits[1:] != bits[:-1]) + 1))  # of equal ones
+    lengths = np.concatenate((starts[1:], [len(bits)])) - starts
+    runs = bits[starts].astype("<u8").view(np.uint8)
+    each = np.unpackbits(runs, bitorder="little").reshape(len(starts), MAX_REPLICAS)
+    counts: list[int] = (lengths @ each).tolist()
+    return counts
 
 
 def _everywhere(column: Column) -> bool:
