@@ -127,7 +127,7 @@ class Stream:
     def break_off(self) -> None:
         """End the wait for the replica's next piece, now or when it begins, with ReplicaLost."""
         self.is_broken = True
-        if self.waits is not None:
+        if self.waits is not None and not self.waits.expired():
             self.waits.reschedule(asyncio.get_running_loop().time())
 
     @property
@@ -586,7 +586,10 @@ class FleetEngine:
         try:
             async with broken_off:
                 stream.waits = broken_off
-                delta = await anext(source)
+                try:
+                    delta = await anext(source)
+                finally:
+                    stream.waits = None
         except (RequestError, ReplicaRefused):
             raise
         except ReplicaLost as error:
@@ -600,8 +603,6 @@ class FleetEngine:
                 raise ReplicaLost(f"replica {member.name} is {member.state}{why}") from None
             member.asked.set()  # its next report says whether it is lost
             raise ReplicaLost(f"replica {member.name} has failed: {one_line(error)}") from error
-        finally:
-            stream.waits = None
         if delta.choice not in stream.open_choices:
             raise ReplicaLost(f"replica {member.name} has answered with a choice that is not open")
         return delta

@@ -159,7 +159,6 @@ def replicas(plan: FleetPlan, *, num_cpus: float, generation: int = 0) -> Any:
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_period_s": min(2.0, fleet.health_check_timeout),
         "health_check_timeout_s": fleet.health_check_timeout,
-        "max_constructor_retry_count": 1,
         "request_router_config": RequestRouterConfig(
             request_router_class=f"{__name__}:{ChosenReplica.__name__}"
         ),
@@ -636,7 +635,8 @@ def _until_ready(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> None
         if app is not None and deployment is not None:
             ready = deployment.replica_states.get("RUNNING", 0)
             said = deployment.message
-            if app.status == "DEPLOY_FAILED" or deployment.status == "DEPLOY_FAILED":
+            # A reason of ours holds for each further try, too.
+            if app.status == "DEPLOY_FAILED" or _REFUSED in said:
                 raise ConfigError(f"no replica can be started: {_reason(said or app.message)}")
             tell(ready, plan.fleet.replicas, said)
             if app.status == "RUNNING":
