@@ -193,7 +193,7 @@ def test_no_request_waits_for_a_replica_that_hangs(
     two: FleetProcess, answers: dict[str, str]
 ) -> None:
     two_again(two)
-    streams = [Stream() for _ in PROMPTS]
+    streams, hangs = [Stream() for _ in PROMPTS], two.replicas()[0]
 
     async def ask() -> None:
         async with client_of(two) as client:
@@ -202,11 +202,15 @@ def test_no_request_waits_for_a_replica_that_hangs(
                 for p, s in zip(PROMPTS, streams, strict=True)
             ]
             await until_they_run(streams)
-            two.replicas()[0].send_signal(signal.SIGSTOP)
+            hangs.send_signal(signal.SIGSTOP)
             async with asyncio.timeout(60):
                 await asyncio.gather(*tasks)
 
-    asyncio.run(ask())
+    try:
+        asyncio.run(ask())
+    finally:
+        two.until(lambda: len(two.replicas()) == 3)  # another one comes in its place
+        hangs.kill()  # Ray asks a process to end, which one that is stopped does not hear
     assert not [stream for stream in streams if not stream.is_whole], two.log
     assert [stream.text for stream in streams] == [answers[prompt] for prompt in PROMPTS]
     two_again(two)
@@ -315,4 +319,4 @@ def test_the_reason_why_no_replica_starts_is_said(tmp_path: Path) -> None:
 
 def test_more_replicas_than_there_is_room_for_are_refused() -> None:
     said = refusal("--port", "0", "--replicas", "2", "--gpus-per-replica", "8")
-    assert "2 replicas need 16 GPUs (--gpus-per-replica 8), and Ray has" in said
+    assert "2 replicas need 16 GPUs (--gpus-per-replica 8), and there are 0" in said

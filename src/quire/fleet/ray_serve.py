@@ -217,9 +217,8 @@ class Replica:
         keep_few_shapes()
         from quire.engine.async_llm import AsyncLLM
         from quire.fleet.replica import LocalReplica
-        from quire.server.logs import log_to_stderr
 
-        log_to_stderr("info")
+        _log_beside_serve()
         own = {**engine, "kv_events_config": self._events()} if publishes else dict(engine)
         try:
             llm = AsyncLLM(model, **own)
@@ -343,6 +342,20 @@ class Replica:
     def _reached(self, endpoint: Any) -> Any:
         """Return an endpoint as other machines reach it."""
         return endpoint and endpoint.replace("tcp://0.0.0.0:", f"tcp://{self._node}:")
+
+
+def _log_beside_serve() -> None:
+    """Write what Quire logs to standard error, and touch nothing else of this process's logging.
+
+    A new set-up of logging closes all handlers that there are. Serve's are among them, and its
+    controller, when it has begun anew, ends a replica without them.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    quire = logging.getLogger("quire")
+    quire.setLevel(logging.INFO)
+    quire.addHandler(handler)
+    quire.propagate = False
 
 
 # -- as the door sees it ---------------------------------------------------------------------------
@@ -581,13 +594,16 @@ def start_fleet(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> Start
     with _own_signals():
         try:
             if address is None:
-                # 127.0.0.1 would be replaced by an address that other machines reach.
+                cores = len(os.sched_getaffinity(0))
                 ray.init(
                     address="local",
+                    # Twice what there is: a replica's successor does not wait for its end.
+                    num_cpus=2 * cores,
                     include_dashboard=False,
                     object_store_memory=_OBJECT_STORE_BYTES,
                     logging_level=logging.ERROR,
                     log_to_driver=False,
+                    # 127.0.0.1 would be replaced by an address that other machines reach.
                     _node_ip_address="127.0.0.2",
                 )
             else:
@@ -597,13 +613,15 @@ def start_fleet(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> Start
                 f"RAY_ADDRESS={address}: {error}" if address else f"Ray cannot be started: {error}"
             ) from error
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its own lines are in its log files
-    cores = int(ray.cluster_resources().get("CPU", 1))
+    has = dict(ray.cluster_resources())
+    if address is None:
+        has["CPU"] = cores
     num_cpus = plan.fleet.cpus_per_replica
     if num_cpus is None:
-        num_cpus = 1 if address else max(1, cores // plan.fleet.most)
+        num_cpus = 1 if address else max(1, int(has["CPU"]) // plan.fleet.most)
     fleet = StartedFleet(plan, num_cpus=num_cpus, stops_ray=address is None)
     try:
-        _require_room(plan, num_cpus)
+        _require_room(plan, num_cpus, has)
         serve.start(proxy_location="Disabled")
         fleet.deploy()
         _until_ready(plan, tell)
@@ -613,16 +631,16 @@ def start_fleet(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> Start
     return fleet
 
 
-def _require_room(plan: FleetPlan, num_cpus: float) -> None:
-    """Refuse what the cluster can never hold. Raises: ConfigError."""
-    has, count = ray.cluster_resources(), plan.fleet.replicas
+def _require_room(plan: FleetPlan, num_cpus: float, has: Mapping[str, float]) -> None:
+    """Refuse what this machine or the cluster can never hold. Raises: ConfigError."""
+    count = plan.fleet.replicas
     for name, flag, each in (
         ("CPU", "--cpus-per-replica", num_cpus),
         ("GPU", "--gpus-per-replica", plan.fleet.gpus_per_replica),
     ):
         if count * each > has.get(name, 0) + 1e-9:
             raise ConfigError(
-                f"{count} replicas need {count * each:g} {name}s ({flag} {each:g}), and Ray has "
+                f"{count} replicas need {count * each:g} {name}s ({flag} {each:g}), and there are "
                 f"{has.get(name, 0):g}: fewer --replicas, or less {flag}"
             )
 
@@ -706,9 +724,8 @@ class DoorApp:
             await self._app(scope, receive, send)
             return
         from quire.fleet.door import open_door
-        from quire.server.logs import log_to_stderr
 
-        log_to_stderr(self._config.uvicorn_log_level)
+        _log_beside_serve()
         await receive()
         engines = serve.get_deployment_handle(REPLICA, serve.get_replica_context().app_name)
         async with (
