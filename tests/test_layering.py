@@ -116,7 +116,8 @@ TORCH_FREE = (
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
     *("engine.interfaces", "engine.core", "engine.kv_cache"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),
-    *("server.run", "engine.event_format", "fleet.placement", "fleet.fleet_plan", "fleet.scaling"),
+    *("server.run", "engine.event_format", "fleet.placement", "fleet.fleet_status"),
+    *("fleet.fleet_plan", "fleet.scaling"),
 )
 
 VAGUE = re.compile(r"(Base|Abstract|Manager|Helper|Util|Utils|Impl)(?![a-z])")

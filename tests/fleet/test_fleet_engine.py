@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fleet.replicas import BreakableReplica, engine, fleet_of
-from quire import AsyncLLM, RequestError, SamplingParams
+from quire import AsyncLLM, SamplingParams
 from quire.engine.outputs import TextDelta
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, QuireError, RequestError
 from quire.fleet.fleet_engine import FleetEngine, NoReplica
 from quire.fleet.placement import LeastLoaded, RoundRobin
 from quire.fleet.replica import LocalReplica, ReplicaLost, facts_of
@@ -59,7 +59,9 @@ async def read(fleet: FleetEngine | AsyncLLM, prompt: Any, params: Any, **how: A
 
 async def expected(prompts: list[str], params: SamplingParams) -> list[Read]:
     """What one engine alone gives."""
-    return [await read(engine("alone"), prompt, params) for prompt in prompts]
+    return list(
+        await asyncio.gather(*(read(engine("alone"), prompt, params) for prompt in prompts))
+    )
 
 
 def is_whole(found: Read, want: Read) -> None:
@@ -84,7 +86,7 @@ def test_streams_are_those_of_one_engine() -> None:
     run(ask())
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(dies_at=st.integers(1, 12), seed=st.none() | st.integers(0, 9), stop=st.booleans())
 def test_a_stream_goes_on_where_its_replica_has_ended(
     dies_at: int, seed: int | None, stop: bool
@@ -111,25 +113,22 @@ def test_a_stream_goes_on_where_its_replica_has_ended(
 def test_two_hundred_streams_while_a_replica_is_killed() -> None:
     async def ask() -> None:
         random = Random(0)
-        greedy = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
-        want = await expected(PROMPTS, greedy)
+        greedy = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+        want = await expected(PROMPTS[:10], greedy)
         async with fleet_of("a", "b", "c") as fleet:
             victim = fleet.replicas[0]
-            victim.dies_at = random.randrange(50, 400)
+            victim.dies_at = random.randrange(30, 200)
             several = [
                 replace(greedy, n=2, temperature=1.0) if n % 10 == 0 else greedy for n in range(200)
             ]
             found = await asyncio.gather(
-                *(
-                    read(fleet.engine, PROMPTS[n % len(PROMPTS)], params)
-                    for n, params in enumerate(several)
-                )
+                *(read(fleet.engine, PROMPTS[n % 10], params) for n, params in enumerate(several))
             )
             assert victim.mode == "dead"
             num_errors = 0
             for number, (own, params) in enumerate(zip(found, several, strict=True)):
                 if params.n == 1:
-                    is_whole(own, want[number % len(PROMPTS)])
+                    is_whole(own, want[number % 10])
                 elif own.error is None:
                     assert own.reasons == ["length", "length"]
                 else:
@@ -202,7 +201,7 @@ def test_a_frozen_replica_is_waited_for_no_longer_than_the_timeout() -> None:
     async def ask() -> None:
         params = SamplingParams(max_tokens=12, temperature=0)
         (want,) = await expected(PROMPTS[:1], params)
-        async with fleet_of(placement=RoundRobin(), replica_timeout_s=0.3) as fleet:
+        async with fleet_of(placement=RoundRobin(), replica_timeout_s=1.5) as fleet:
             stream: AsyncGenerator[TextDelta, None]
             async with aclosing(
                 fleet.engine.generate(await fleet.engine.request(PROMPTS[0], params))
@@ -214,7 +213,7 @@ def test_a_frozen_replica_is_waited_for_no_longer_than_the_timeout() -> None:
                     found.add(delta)
             is_whole(found, want)
             member = fleet.engine.members["a"]
-            assert (member.state, member.why) == ("lost", "it has not answered for 0.3 s")
+            assert (member.state, member.why) == ("lost", "it has not answered for 1.5 s")
             assert "a" in fleet.placement.forgotten
             is_whole(await read(fleet.engine, PROMPTS[0], params), want)
             assert len(fleet.replicas[0].requests) == 1
@@ -232,7 +231,7 @@ def test_a_reader_between_two_pieces_finds_a_frozen_replica_too() -> None:
     async def ask() -> None:
         params = SamplingParams(max_tokens=12, temperature=0)
         (want,) = await expected(PROMPTS[:1], params)
-        async with fleet_of(placement=RoundRobin(), replica_timeout_s=0.2) as fleet:
+        async with fleet_of(placement=RoundRobin(), replica_timeout_s=1.5) as fleet:
             request = await fleet.engine.request(PROMPTS[0], params)
             async with aclosing(fleet.engine.generate(request)) as stream:
                 found = Read()
@@ -252,10 +251,10 @@ def test_a_reader_between_two_pieces_finds_a_frozen_replica_too() -> None:
 def test_draining_breaks_no_stream() -> None:
     async def ask() -> None:
         params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
-        want = await expected(PROMPTS, params)
+        want = await expected(PROMPTS[:12], params)
         async with fleet_of() as fleet:
             reading = [
-                asyncio.create_task(read(fleet.engine, prompt, params)) for prompt in PROMPTS
+                asyncio.create_task(read(fleet.engine, prompt, params)) for prompt in PROMPTS[:12]
             ]
             first = fleet.replicas[0]
             async with asyncio.timeout(20):

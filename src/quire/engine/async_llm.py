@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -97,7 +97,7 @@ class AsyncLLM:
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
         request_id: str | None = None,
-    ) -> AsyncIterator[TextDelta]:
+    ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt, piece by piece. The last piece of each choice has a finish_reason.
 
         A ``Request`` has its params, priority and keys already. ``request_id`` is for ``abort``.

@@ -315,7 +315,10 @@ class FleetEngine:
             self._first, self._maker = facts, RequestMaker(facts.model)
         if self._follower is not None:
             self._follower.follow(member.name, facts)
-        self._set(member, "up", "")
+        if member.told_to_drain:
+            self._set(member, "draining", "it was told to")
+        else:
+            self._set(member, "up", "")
         self._note(member, report)
 
     def _check(self, name: str, facts: ReplicaFacts) -> None:

@@ -249,7 +249,10 @@ class Replica:
         return {BUSY: busy, QUEUED_S: load.queued_tokens * load.compute_s_per_token}
 
     def check_health(self) -> None:
-        """Raise what has ended the engine: Serve puts another replica in this one's place."""
+        """Raise what has ended the engine, so that Serve puts another replica in its place.
+
+        Raises: RuntimeError.
+        """
         if self._llm.failure is not None:
             raise RuntimeError(f"the engine has failed: {self._llm.failure}")
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
@@ -146,8 +146,7 @@ class LocalReplica:
             self._refuse_if_out()  # the request is not at fault
             raise
         try:
-            pieces: Any = self._llm.generate(own, request_id=request_id)
-            async with aclosing(pieces):
+            async with aclosing(self._llm.generate(own, request_id=request_id)) as pieces:
                 async for delta in pieces:
                     if delta.finish_reason == "abort" and request_id not in self._aborted:
                         self._refuse_if_lost()

@@ -4,7 +4,7 @@
 ``administration`` and its ``llm`` are None then, and the paths that need them say so.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from quire.engine.llm import LLM
@@ -97,7 +97,7 @@ class ServedEngine(Protocol):
 
     def generate(
         self, prompt: Prompt | Request, *, request_id: str | None = None
-    ) -> AsyncIterator[TextDelta]:
+    ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt, piece by piece. The last piece of each choice has a finish_reason.
 
         Leaving the loop, or cancelling the task that waits here, ends the request. Raises: errors
