@@ -289,7 +289,7 @@ def simulated(asked: tuple[Any, ...]) -> dict[str, Any]:
 
 
 @app.command()
-def main(
+def main(  # noqa: PLR0913
     only: Annotated[str, typer.Option(help=f"One part: {', '.join(PARTS)}.")] = "",
     traces: Annotated[Path | None, typer.Option(help=f"Folder with {TRACE}, for hits.")] = None,
     replicas: Annotated[str, typer.Option(help="Sizes of fleets, for hits.")] = "4,8",

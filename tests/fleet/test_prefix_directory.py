@@ -218,6 +218,36 @@ def test_nothing_that_a_replica_says_breaks_it_or_harms_another(told) -> None:
     assert len(directory) == 3
 
 
+def test_a_block_has_one_name() -> None:
+    """A second one is left out: the first would stay behind when the second is removed."""
+    directory = PrefixDirectory(GROUPS, 2)
+    for second in (3, 4):
+        event = StoredBlocks(
+            block_hashes=[2, second],
+            parent_block_hash=None,
+            token_ids=[1, 1, 1, 1],
+            block_size=2,
+            lora_id=None,
+            medium="GPU",
+            lora_name=None,
+        )
+        directory.apply("a", [event])
+        directory.check()
+    assert (directory.num_blocks("a"), directory.num_ignored) == (2, 1)
+    directory.apply("a", [RemovedBlocks(block_hashes=[3], medium="GPU")])
+    directory.check()
+    assert len(directory) == 1
+
+
+def test_a_cleared_pool_leaves_tiers_as_they_are() -> None:
+    directory, prompt = PrefixDirectory(GROUPS, 2), Prompt((1, 1, 2, 2))
+    events = prompt.stored(2, [0, 1]) + prompt.stored(2, [0], medium="CPU") + CLEARED
+    directory.apply("a", on_the_wire(GROUPS, 2, events))
+    directory.check()
+    hashes = directory.hashes(prompt.token_ids, prompt.keys)
+    assert directory.find(hashes, ["a"]) == {"a": {"CPU": 1}}
+
+
 def test_a_replica_that_tells_of_too_much_loses_its_oldest() -> None:
     directory = PrefixDirectory(GROUPS, 2, max_blocks=64)
     several = [Prompt((n, n)) for n in range(500)]

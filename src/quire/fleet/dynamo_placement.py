@@ -10,11 +10,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
-from typing import Any, Final, Protocol, TypeVar, final
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, final
 
 from quire.errors import ConfigError
 from quire.fleet.placement import Clock, LeastLoaded, Load, Placed
@@ -29,6 +30,7 @@ _ANSWER_S: Final = 0.25  # for a choice; it takes about a millisecond
 _CHANGE_S: Final = 10.0  # for a replica that comes or goes
 _JOIN_S: Final = 5.0
 _Answer = TypeVar("_Answer")
+Call: TypeAlias = Callable[[], Awaitable[_Answer]]
 
 
 class Selecting(Protocol):
@@ -104,13 +106,13 @@ class DynamoPlacement:
     def note_first_token(self, placed: Placed) -> None:
         self._by_load.note_first_token(placed)
         if placed.number in self._reserved:
-            self._begin(self._service.prefill_complete(str(placed.number)))
+            self._begin(partial(self._service.prefill_complete, str(placed.number)))
 
     def note_end(self, placed: Placed) -> None:
         self._by_load.note_end(placed)
         if placed.number in self._reserved:
             self._reserved.remove(placed.number)
-            self._begin(self._service.free_reservation(str(placed.number)))
+            self._begin(partial(self._service.free_reservation, str(placed.number)))
 
     def report(self, replica: str, load: Load) -> None:
         """Take a report for the choices by load. Dynamo counts what it has selected itself."""
@@ -120,7 +122,7 @@ class DynamoPlacement:
         self._by_load.forget(replica)
         worker = self._workers.pop(replica, None)
         if worker is not None:
-            self._begin(self._service.delete_worker(worker))
+            self._begin(partial(self._service.delete_worker, worker))
 
     def _select(
         self, number: int, token_ids: PromptTokens, workers: list[int]
@@ -134,7 +136,7 @@ class DynamoPlacement:
         }
         try:
             chosen: Mapping[str, Any] = self._wait(
-                self._service.select_and_reserve(asked), _ANSWER_S
+                partial(self._service.select_and_reserve, asked), _ANSWER_S
             )
         except Exception as error:  # its errors have no type that is there without it
             if not self._fails:
@@ -143,7 +145,7 @@ class DynamoPlacement:
                 )
             self._fails = True
             # It may have been counted nevertheless.
-            self._begin(self._service.free_reservation(str(number)))
+            self._begin(partial(self._service.free_reservation, str(number)))
             return None
         self._fails = False
         return chosen
@@ -177,7 +179,7 @@ class DynamoPlacement:
             "replay_endpoint": facts.events.replay_endpoint,
         }
         try:
-            self._wait(self._service.upsert_worker(described), _CHANGE_S)
+            self._wait(partial(self._service.upsert_worker, described), _CHANGE_S)
         except Exception as error:  # its errors have no type that is there without it
             raise ConfigError(f"Dynamo does not take replica {replica}: {error}") from error
         self._workers[replica] = worker
@@ -193,20 +195,26 @@ class DynamoPlacement:
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def _wait(self, call: Coroutine[Any, Any, _Answer], most_s: float) -> _Answer:
+    # Calls are begun on the loop: Dynamo's look for one that runs.
+
+    def _wait(self, call: Call[_Answer], most_s: float) -> _Answer:
         """Run a call on the loop, and wait. Raises: TimeoutError, and what the call raises."""
-        done = asyncio.run_coroutine_threadsafe(call, self._running())
+
+        async def carry_out() -> _Answer:
+            return await call()
+
+        done = asyncio.run_coroutine_threadsafe(carry_out(), self._running())
         try:
             return done.result(most_s)
         finally:
             done.cancel()
 
-    def _begin(self, call: Coroutine[Any, Any, Any]) -> None:
+    def _begin(self, call: Call[Any]) -> None:
         """Run a call on the loop, whose end and error are of no interest."""
 
         async def carry_out() -> None:
             with suppress(Exception):  # what is to be taken back may be gone already
-                await call
+                await call()
 
         asyncio.run_coroutine_threadsafe(carry_out(), self._running())
 
@@ -214,7 +222,14 @@ class DynamoPlacement:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
-                target=self._loop.run_forever, name="quire-dynamo", daemon=True
+                target=_run, args=(self._loop,), name="quire-dynamo", daemon=True
             )
             self._thread.start()
         return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

@@ -286,9 +286,9 @@ _LOAD_FRACTION: Final[Mapping[Medium, float]] = MappingProxyType({"CPU": 0.2, "S
 # What a second of computing weighs, against one of waiting. A prompt waits for both alike, but what
 # is computed twice keeps others waiting, too, and takes the place of blocks that would be found.
 DEFAULT_WORK_WEIGHT: Final = 9.0
-# What of that is spared where a prompt's prefix was sent before and is gone by now. The cache there
+# How much less computing weighs where a prefix was sent before and is gone by now. The cache there
 # knows that it comes again and keeps it longer now; another one sees it for the first time.
-_FORMER_WEIGHT: Final = 1.0
+_FORMER_WEIGHT: Final = 4.0
 # Costs are estimates: those above the least one by so much of its time are equals.
 _EQUAL_FRACTION: Final = 0.05
 _EQUAL_S: Final = 0.001

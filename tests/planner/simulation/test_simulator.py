@@ -169,6 +169,26 @@ def test_prefix_aware_finds_what_round_robin_scatters() -> None:
     assert hits["prefix-aware"] > hits["round-robin"]
 
 
+def test_a_router_that_hears_late_finds_less() -> None:
+    """The same prompt again: at once while it is told of; elsewhere, too, if it is not."""
+    trace = [request(2.0 * i, 96, 4, i % 2, 10 + i % 2, 20 + i % 2) for i in range(24)]
+    hits = [
+        simulate(
+            trace,
+            fleet_of(num_blocks=40, num_replicas=3, routing="prefix-aware", event_delay_s=delay_s),
+        ).prefix_hit_tokens
+        for delay_s in (0.0, 0.5, 1000.0)
+    ]
+    assert hits[0] == hits[1] > hits[2]
+
+
+@pytest.mark.parametrize("cache", ["contiguous", "paged-without-caching"])
+def test_caches_that_tell_of_no_blocks_are_routed_by_load(cache: str) -> None:
+    trace = [request(0.01 * i, 60, 20, 1) for i in range(20)]
+    fleet = fleet_of(cache, num_blocks=40, num_replicas=2, routing="prefix-aware")
+    assert simulate(trace, fleet).num_finished["length"] == 20
+
+
 def test_more_replicas_are_not_slower() -> None:
     trace = [request(0.0, 100, 50) for _ in range(24)]
     one = simulate(trace, fleet_of(max_num_seqs=4))
