@@ -24,7 +24,6 @@ import pytest
 from fleet_ray.fleet_process import COMMAND, CONTROLLER, FleetProcess, fleet
 from quire import LLM, SamplingParams
 
-pytest.importorskip("ray", reason="a fleet needs quire[fleet]: make test-fleet")
 pytestmark = pytest.mark.ray
 
 FLAGS = (

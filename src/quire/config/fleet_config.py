@@ -9,7 +9,7 @@ from quire.config.option import ADVANCED, in_range, one_of, option, seconds
 from quire.errors import ConfigError
 
 _PANEL = "Fleet"
-PLACEMENT_NAMES = ("exact", "least-loaded")
+PLACEMENT_NAMES = ("exact", "least-loaded", "dynamo")
 _MOST_REPLICAS = 1024
 _MOST_CPUS = 4096
 
@@ -43,10 +43,11 @@ class FleetConfig:
     gpus_per_replica: float = option(
         0.0, "GPUs of a replica, which no other replica then uses.", panel=_PANEL
     )
-    placement: Literal["exact", "least-loaded"] = option(
+    placement: Literal["exact", "least-loaded", "dynamo"] = option(
         "exact",
         "Who gets a request: exact (the replica that answers first, by what each one's prefix "
-        "cache holds and what waits there), or least-loaded (the one with the fewest requests).",
+        "cache holds and what waits there), least-loaded (the one with the fewest requests), or "
+        "dynamo (as Dynamo's SelectionService says; needs ai-dynamo).",
         panel=_PANEL,
     )
     downscale_delay: float = option(

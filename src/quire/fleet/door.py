@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 
 from quire.config import FleetConfig, ServerConfig
 from quire.errors import QuireError
+from quire.fleet.dynamo_placement import DynamoPlacement
 from quire.fleet.event_follower import ZmqFollower
 from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.fleet_figures import FleetFigures, fleet_operation
@@ -65,6 +66,9 @@ def _engine(fleet: FleetConfig, facts: ReplicaFacts) -> FleetEngine:
     timeout_s = fleet.health_check_timeout
     if fleet.placement == "least-loaded":
         return FleetEngine(LeastLoaded(), replica_timeout_s=timeout_s)
+    if fleet.placement == "dynamo":
+        dynamo = DynamoPlacement()
+        return FleetEngine(dynamo, follower=dynamo, replica_timeout_s=timeout_s)
     directory = PrefixDirectory(facts.groups, facts.block_size)
     return FleetEngine(
         PrefixAware(directory), follower=ZmqFollower(directory), replica_timeout_s=timeout_s

@@ -509,12 +509,12 @@ class RayReplicas:
     ) -> None:
         self._handle, self._joined, self._left = handle, joined, left
         self._loop = asyncio.get_running_loop()
-        self._roll = Roll(self._take)
+        self.roll = Roll(self._take)  # a keyword of each call
         self._known: dict[str, RayReplica] = {}
 
     async def open(self) -> "ReplicaFacts":
         """Make Serve's router begin to tell, and return the facts of the first replica."""
-        call = self._handle.options(method_name="facts").remote(roll=self._roll)
+        call = self._handle.options(method_name="facts").remote(roll=self.roll)
         facts: ReplicaFacts = await call
         return facts
 
@@ -533,7 +533,7 @@ class RayReplicas:
             if not replica.listed:
                 self._loop.call_later(_UNLISTED_S, self._see_off, replica)
         for name in sorted(names - self._known.keys()):
-            self._known[name] = replica = RayReplica(name, self._handle, self._roll)
+            self._known[name] = replica = RayReplica(name, self._handle, self.roll)
             self._joined(replica)
 
     def _see_off(self, replica: RayReplica) -> None:
