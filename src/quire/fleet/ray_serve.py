@@ -616,6 +616,12 @@ def start_fleet(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> Start
                 f"RAY_ADDRESS={address}: {error}" if address else f"Ray cannot be started: {error}"
             ) from error
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its own lines are in its log files
+    if address is not None and APP in serve.status().applications:
+        ray.shutdown()
+        raise ConfigError(
+            f"RAY_ADDRESS={address}: the cluster has an application {APP!r} already: of another "
+            "fleet, or of one whose door has died. serve shutdown ends it"
+        )
     has = dict(ray.cluster_resources())
     if address is None:
         has["CPU"] = cores
