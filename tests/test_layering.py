@@ -95,6 +95,7 @@ ONLY_IN = {
     "obstore": {"tiers"},
     "mooncake": {"tiers"},
     "dynamo": {"fleet"},
+    "ray": {"fleet"},
     "llvmlite": {"kernels", "attention", "layers"},
     "typer": {"cli"},
     "rich": {"cli"},
@@ -119,6 +120,7 @@ TORCH_FREE = (
     *("engine.interfaces", "engine.core", "engine.kv_cache", "engine.offloading"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),
     *("server.run", "engine.event_format", "fleet.placement", "fleet.fleet_status"),
+    *("fleet.fleet_plan", "fleet.scaling"),
 )
 
 VAGUE = re.compile(r"(Base|Abstract|Manager|Helper|Util|Utils|Impl)(?![a-z])")
@@ -432,6 +434,16 @@ def test_only_ranks_exchange() -> None:
         and not module.name.startswith("engine.parallel")
     ]
     report(problems, "torch.distributed is spoken with in quire.engine.parallel alone.")
+
+
+def test_one_module_knows_ray() -> None:
+    problems = [
+        f"{module.where(node)} imports {name}"
+        for module in MODULES
+        for node, name in module.imports()
+        if name.split(".")[0] == "ray" and module.name != "fleet.ray_serve"
+    ]
+    report(problems, "quire.fleet.ray_serve alone speaks with Ray: its interfaces change.")
 
 
 def test_only_config_reads_the_environment() -> None:
