@@ -21,8 +21,8 @@ _SHORT_TOKENS = 128  # a prompt and an answer: a smaller cache is of no use
 _LATER_ADDRESS_BYTES = 640 * 2**20
 _SWAP_PIECE_BYTES = 32 * 2**20  # copied at once, at least
 _LEAST_STAGING_BYTES = 64 * 2**20
-_LEAST_FILLED = 8  # blocks of all groups
-_MOST_FILLED_BYTES = 2**31  # of a step, that staging memory is made for
+_LEAST_FILLED = 4  # blocks of all groups
+_MOST_FILLED_BYTES = 2**30  # of a step, that staging memory is made for
 _ENDLESS_TOKENS = 2**30  # longer than any window
 _ALIGNMENT_BYTES = 64  # of a layer's parts, four at most
 
@@ -193,8 +193,8 @@ def require_blocks(
 def staging_bytes(groups: Iterable[Group], block_size: int, step_tokens: int) -> int:
     """Return the bytes through which blocks go to tiers and come back.
 
-    They hold twice what a step of ``step_tokens`` fills, and what a sequence reads of windows:
-    half of it is for stores, so that what a step has filled can go out before the next one.
+    They hold what four steps of ``step_tokens`` fill, and twice what a sequence reads of windows.
+    Half of it is for stores: what one step has filled is on its way while the next one goes out.
     """
     several = tuple(groups)
     blocks = sum(group.block_bytes(block_size) for group in several)
@@ -204,7 +204,7 @@ def staging_bytes(groups: Iterable[Group], block_size: int, step_tokens: int) ->
         if isinstance(group.spec, SlidingWindow | ChunkedAttention)
     )
     filled = min(ceil_div(step_tokens, block_size) * blocks, _MOST_FILLED_BYTES)
-    return max(_LEAST_STAGING_BYTES, 2 * max(filled, _LEAST_FILLED * blocks) + 2 * windows)
+    return max(_LEAST_STAGING_BYTES, 4 * max(filled, _LEAST_FILLED * blocks) + 2 * windows)
 
 
 def longest_tokens(config: EngineConfig, name: str, spec: ModelSpec) -> int:
