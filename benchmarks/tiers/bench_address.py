@@ -11,6 +11,7 @@ not in these figures: benchmarks.tiers.bench_restart has the whole.
 import hashlib
 import os
 import statistics
+from collections.abc import Callable
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Annotated
@@ -70,8 +71,8 @@ def _sample(tier: Tier, salt: str, size: int, records: int) -> tuple[float, ...]
     names = [hashlib.sha256(f"{salt} {number}".encode()).digest() for number in range(records)]
     data = [memoryview(os.urandom(size)) for _ in names]
     into = [memoryview(bytearray(os.urandom(1) * size)) for _ in names]  # pages that are there
-    took_s = []
-    calls = (
+    took_s = list[float]()
+    calls: tuple[Callable[[], int], ...] = (
         lambda: tier.store(names, data, Deadline.after(WITHIN_S)),
         lambda: tier.load(names, into, Deadline.after(WITHIN_S)),
         lambda: tier.find(names, Deadline.after(WITHIN_S)),

@@ -259,6 +259,7 @@ def main(  # noqa: PLR0913 - each is a flag
     prefix_tokens: int = 400,
     think_s: float = 1.0,
     kv: Annotated[str, typer.Option(help="--kv-cache-memory-bytes.")] = "512MiB",
+    shutdown_timeout: Annotated[float, typer.Option(help="Of the servers; below 60.")] = 30.0,
     seed: int = 0,
     logs: Annotated[Path | None, typer.Option(help="Folder for what the servers say.")] = None,
     output: Output = None,
@@ -271,7 +272,8 @@ def main(  # noqa: PLR0913 - each is a flag
     context = prefix_tokens + turns * (turn_tokens + answer_tokens) + 16
     flags = [*([str(make(LARGE))] if large else []), "--served-model-name", "rolled",
              "--max-model-len", str(context), "--kv-cache-memory-bytes", kv,
-             "--max-num-seqs", str(clients), "--kv-tier-write", write,
+             "--max-num-seqs", str(clients), "--shutdown-timeout", str(shutdown_timeout),
+             "--kv-tier-write", write,
              "--uvicorn-log-level", "warning"]  # fmt: skip
     chosen = [kind.strip() for kind in kinds.split(";")]
     found: dict[str, list[Outcome]] = {kind: [] for kind in chosen}
@@ -292,7 +294,8 @@ def main(  # noqa: PLR0913 - each is a flag
         f"{machine()}; {'the 0.45 B model' if large else 'the demo model'}, {clients} clients, "
         f"conversations of {turns} turns: {turn_tokens} tokens asked and {answer_tokens} answered "
         f"behind one of 3 prefixes of {prefix_tokens}; {seconds:g} s of traffic before and after; "
-        f"--kv-tier-write {write}; seed {seed}, {rounds} rounds."
+        f"--kv-tier-write {write}, --shutdown-timeout {shutdown_timeout:g}; seed {seed}, "
+        f"{rounds} rounds."
     )
     print(text := markdown([table], [], setting))
     if output is not None:
