@@ -71,7 +71,7 @@ def _sample(tier: Tier, salt: str, size: int, records: int) -> tuple[float, ...]
     names = [hashlib.sha256(f"{salt} {number}".encode()).digest() for number in range(records)]
     data = [memoryview(os.urandom(size)) for _ in names]
     into = [memoryview(bytearray(os.urandom(1) * size)) for _ in names]  # pages that are there
-    took_s = []
+    took_s = list[float]()
     calls: tuple[Callable[[], int], ...] = (
         lambda: tier.store(names, data, Deadline.after(WITHIN_S)),
         lambda: tier.load(names, into, Deadline.after(WITHIN_S)),

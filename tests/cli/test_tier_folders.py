@@ -61,6 +61,8 @@ def test_a_folder_in_which_none_fits_says_why(folder: Path) -> None:
         "block_size: 32 there, 16 here",
         'kv_cache_dtype: "float8_e4m3fn" there, "bfloat16" here',
         'groups[0].dtype: "float8_e4m3fn" there, "bfloat16" here',
+        "groups[0].rows: [256,256,256,256,256,256,256,256] there, "
+        "[512,512,512,512,512,512,512,512] here",
     )
 
 
