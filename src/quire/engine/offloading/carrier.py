@@ -284,6 +284,9 @@ class ThreadedCarrier:
     def skip(self, group: int, lease: str) -> None:
         self._peers.skip(group, lease)
 
+    def least_wait_s(self, remote: RemoteBlocks | None) -> float:
+        return self._peers.least_wait_s(remote)
+
     def release_remote(self, remote: RemoteBlocks) -> None:
         self._loading.put(partial(self._peers.release, remote))
 
