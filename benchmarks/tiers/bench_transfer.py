@@ -73,6 +73,7 @@ def main(
     drains: Annotated[int, typer.Option(help="Rounds of draining.")] = 0,
     prompt_tokens: int = 2000,
     threads: Annotated[int, typer.Option(help="Threads of torch, in each process.")] = 2,
+    wait_s: Annotated[float, typer.Option(help="As in kv_connector_extra_config.")] = 0.0,
     within: Annotated[float, typer.Option(help="Seconds after which no round begins.")] = 3600.0,
     model: Annotated[Path, typer.Option(help="Its folder; made if it is not there.")] = MODEL,
 ) -> None:
@@ -82,7 +83,8 @@ def main(
         if rate_rounds:
             _rates(Path(folder), rate_rounds, -(-prompt_tokens // 16))
         if rounds:
-            _first_tokens(Path(folder), make(model), rounds, prompt_tokens, threads, stop_s)
+            own = make(model)
+            _first_tokens(Path(folder), own, rounds, prompt_tokens, threads, wait_s, stop_s)
         if drains:
             _drains(Path(folder), make(model), drains, prompt_tokens)
 
@@ -224,11 +226,18 @@ def _names(count: int) -> list[bytes]:
 
 
 def _first_tokens(
-    folder: Path, model: Path | str, rounds: int, prompt_tokens: int, threads: int, stop_s: float
+    folder: Path,
+    model: Path,
+    rounds: int,
+    prompt_tokens: int,
+    threads: int,
+    wait_s: float,
+    stop_s: float,
 ) -> None:
     torch.set_num_threads(threads)
     loaded, rng = load(model), random.Random(SEED)
     (folder / "key").write_bytes(secrets.token_bytes(32))
+    waits = {"wait_s": wait_s}
     ways: Ways = {
         "a Unix socket": (f"unix:{folder}/peer", {}),
         "TCP, trusted": (f"tcp://127.0.0.1:{_free_port()}", {"kv_tier_trusted": True}),
@@ -244,7 +253,7 @@ def _first_tokens(
         _tell("the first process has its engines")
         engines = {
             way: end.enter_context(
-                closing(_engine(loaded, "kv_consumer", {"peers": [address]}, options))
+                closing(_engine(loaded, "kv_consumer", {"peers": [address], **waits}, options))
             )
             for way, (address, options) in ways.items()
         }
@@ -312,9 +321,8 @@ def _engine(loaded: LoadedModel, role: str, extra: dict[str, Any], options: dict
         kv_transfer_config=config,
         **options,
     )
-    llm.generate(
-        [[7] * WARM_TOKENS], SamplingParams(max_tokens=2, temperature=0)
-    )  # what is warmed up
+    warm = SamplingParams(max_tokens=2, temperature=0)
+    llm.generate([[7] * WARM_TOKENS], warm)  # so that it knows what computing costs
     return llm
 
 
