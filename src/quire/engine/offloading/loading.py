@@ -105,7 +105,7 @@ class RecordLoader:
             count = max(0, min(count, room))
         begun_s = time.perf_counter()
         if job.remote is not None and self._transfer is not None:
-            self._transfer.wait_for(job.remote, deadline)
+            self._transfer.wait_for(job.remote, deadline, lambda: not job.is_given_up)
         run = self._run(job, count, deadline)
         end, trailing = job.first + len(run), list[_Wanted]()
         job.lacking = job.blocks[len(run) : count]
