@@ -340,6 +340,7 @@ class CallThread:
 
     def __init__(self, name: str) -> None:
         # Is called while there are no calls: False, to be asked again soon. Set once, by another.
+        # After an error it is not asked before the next call.
         self.when_idle: Callable[[], bool] | None = None
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._make_all, name=name, daemon=True)
@@ -386,8 +387,15 @@ class CallThread:
         while self.when_idle is not None:
             with suppress(Empty):
                 return self._calls.get_nowait()
-            if self.when_idle():
+            if self._is_done():
                 break
             with suppress(Empty):
                 return self._calls.get(timeout=_IDLE_S)
         return self._calls.get()
+
+    def _is_done(self) -> bool:
+        try:
+            return self.when_idle is None or self.when_idle()
+        except Exception:  # without this thread nothing would be stored or forgotten any more
+            log.exception("tiers: blocks cannot be stored while the engine is idle")
+            return True
