@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -539,6 +539,34 @@ def test_what_is_loaded_and_evicted_before_a_request_has_it_is_waste(kept: Kept)
             assert loaded > 0
         assert offload(llm).counts.late_tokens == 0
         llm.engine.scheduler.check()
+
+
+def test_what_comes_when_no_request_waits_any_more_is_waste(kept: Kept) -> None:
+    with made(kv_tier=("kept:",)) as llm:
+        texts(llm, LENGTHS[:1])
+        until(lambda: not offload(llm).has_more)
+        (tier,) = kept.tiers.values()
+        load, entered, go_on = tier.load, threading.Event(), threading.Event()
+
+        def slow(*several: Any) -> int:
+            entered.set()
+            assert go_on.wait(20)
+            return load(*several)
+
+        tier.load = slow  # type: ignore[method-assign]
+        assert llm.reset_prefix_cache()
+        (sequence,) = llm.start(llm.request(prompts(LENGTHS)[0], GREEDY), lambda _: None)
+        llm.engine.scheduler.plan()
+        assert entered.wait(20)
+        llm.engine.finish(sequence, "abort")
+        counts, carrier = offload(llm).counts, cast(Any, offload(llm)._carrier)
+        assert (counts.num_late, counts.late_tokens) == (1, 0)
+        go_on.set()
+        until(lambda: carrier._done)
+        offload(llm).bring(llm.engine._carry_out, step_s=None)
+        assert (counts.num_late, counts.late_tokens) == (1, 96)
+        assert carrier.staging.free_bytes == carrier.staging.capacity_bytes
+        tier.load = load  # type: ignore[method-assign]
 
 
 def test_a_tier_that_cannot_forget_is_named(kept: Kept) -> None:

@@ -344,6 +344,7 @@ class CallThread:
 
     def __init__(self, name: str) -> None:
         # Is called while there are no calls: False, to be asked again soon. Set once, by another.
+        # After an error it is not asked before the next call.
         self.when_idle: Callable[[], bool] | None = None
         self._may_sleep = False  # it waits for a call, or is about to
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
@@ -398,12 +399,19 @@ class CallThread:
             with suppress(Empty):
                 return self._calls.get_nowait()
             self._may_sleep = True  # before it is asked, so that no call to wake up is lost
-            if self.when_idle():
+            if self._is_done():
                 break
             self._may_sleep = False
             with suppress(Empty):
                 return self._calls.get(timeout=_IDLE_S)
         return self._calls.get()
+
+    def _is_done(self) -> bool:
+        try:
+            return self.when_idle is None or self.when_idle()
+        except Exception:  # without this thread nothing would be stored or forgotten any more
+            log.exception("tiers: blocks cannot be stored while the engine is idle")
+            return True
 
 
 def _pass() -> None:

@@ -175,7 +175,7 @@ class OffloadPolicy:
             self._note_lost(job)
             if job.is_given_up:
                 self._late.remove(job)
-                self._carrier.release(job)
+                self._release_late(job)
         stop_s = None if step_s is None else self._clock() + _SHARE_OF_A_STEP * step_s
         for job in [job for job in self._jobs.values() if job.is_done]:
             if job.end > job.first and not self._insert(job, settle, stop_s):
@@ -236,12 +236,16 @@ class OffloadPolicy:
         """Wait no longer for a job; what it has brought may go to a nearer tier."""
         del self._jobs[job.seq_id]
         self.counts.num_late += 1
-        self.counts.late_tokens += max(0, job.end - job.first) * self._block_size
         job.is_given_up = True
         if job.is_done:
-            self._carrier.release(job)
+            self._release_late(job)
         else:
             self._late.append(job)
+
+    def _release_late(self, job: LoadJob) -> None:
+        """Count what a job has brought for nothing, which is known once it is done."""
+        self.counts.late_tokens += (job.end - job.first) * self._block_size
+        self._carrier.release(job)
 
     def _note_lost(self, job: LoadJob) -> None:
         """Note which blocks have no record any more, so that they are stored again."""
