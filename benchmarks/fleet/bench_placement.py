@@ -37,7 +37,7 @@ from quire.engine.event_format import (
     decode_batch,
 )
 from quire.fleet.placement import PrefixAware
-from quire.fleet.prefix_directory import PrefixDirectory
+from quire.fleet.prefix_directory import PrefixDirectory, PromptTokens
 from quire.kv import NO_KEYS
 from quire.kv.prefix_index import chained_hash
 from quire.planner.hardware import roofline
@@ -106,7 +106,8 @@ def choices(rng: np.random.Generator, rounds: int, say: Callable[[str], None]) -
             times: list[list[float]] = [[], [], []]
             for turn in range(rounds):
                 array, plain = prompts[turn % len(prompts)]
-                for each, asked in zip(times, (plain, array, array), strict=True):
+                several: tuple[PromptTokens, ...] = (plain, array, array)
+                for each, asked in zip(times, several, strict=True):
                     begun = time.perf_counter()
                     placed = placement.place(asked, NO_KEYS, names)
                     each.append(1e6 * (time.perf_counter() - begun))
@@ -184,7 +185,8 @@ def throughput(rng: np.random.Generator, rounds: int) -> list[list[Any]]:
     }
     rows: list[list[Any]] = []
     for what, (num, blocks) in cases.items():
-        directory, rates, removing = PrefixDirectory(GROUPS, SIZE), [], []
+        directory = PrefixDirectory(GROUPS, SIZE)
+        rates, removing = list[float](), list[float]()
         directory.apply("0", chains(rng, 200_000 // CHAIN))
         for _ in range(rounds):
             events: list[WireEvent] = list(chains(rng, num, blocks=blocks))

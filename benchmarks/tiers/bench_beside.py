@@ -1,14 +1,14 @@
 """What tiers cost requests that gain nothing by them: steps beside loads, and prompts of one use.
 
-    python -m benchmarks.tiers.bench_beside --rounds 4 --units 0
-    python -m benchmarks.tiers.bench_beside --rounds 0 --units 40
+    python -m benchmarks.tiers.bench_beside --rounds 4 --minutes 0
+    python -m benchmarks.tiers.bench_beside --rounds 0 --minutes 7
 
 *Beside loads*: some sequences decode, and meanwhile prompts come whose blocks lie in a tier. The
 twin engine has no tier and gets no such prompts: its steps are as long as they can be. Steps that
 compute a prompt's last tokens are left out; what is left is decoding, beside loads or not.
 *Of one use*: prompts none of which begins like another one, with a tier that may store them and
-without. Engines take turns, two prompts at a time, in an order that changes: seconds until all
-tokens are there, and seconds of the processor in all threads until all that goes out is stored. The
+without. Engines take turns, prompt by prompt, in an order that changes: seconds until all tokens
+are there, and seconds of the processor in all threads until all that goes out is stored. The
 first prompts stand by themselves: with them the engine learns that nothing recurs.
 """
 
@@ -33,12 +33,12 @@ SEED = 1234
 MODEL = Path(tempfile.gettempdir()) / "quire-bench-model"
 DECODING, PROMPT_TOKENS, LONG_TOKENS = 8, 64, 1024
 ONE_USE_TOKENS, ONE_USE_OUTPUT = 256, 8
-LEARNING = 10  # units
+LEARNING = 20  # prompts
 
 
 def main(
     rounds: Annotated[int, typer.Option(help="Of steps beside loads.")] = 4,
-    units: Annotated[int, typer.Option(help="Pairs of prompts of one use.")] = 40,
+    minutes: Annotated[float, typer.Option(help="Of prompts of one use.")] = 7,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
     model: Annotated[Path, typer.Option(help="Its folder; made if it is not there.")] = MODEL,
     tier: Annotated[str, typer.Option(help="memory, or file.")] = "file",
@@ -50,8 +50,8 @@ def main(
         where = "memory:?size=2GiB" if tier == "memory" else f"file:{folder}/blocks?size=8GiB"
         if rounds:
             _beside_loads(loaded, rng, where, rounds)
-        if units:
-            _of_one_use(loaded, rng, where, units)
+        if minutes:
+            _of_one_use(loaded, rng, where, minutes)
 
 
 def _engine(loaded: LoadedModel, **options: Any) -> LLM:
@@ -144,7 +144,7 @@ def _all_is_stored(llm: LLM) -> bool:
     )
 
 
-def _of_one_use(loaded: LoadedModel, rng: random.Random, where: str, units: int) -> None:
+def _of_one_use(loaded: LoadedModel, rng: random.Random, where: str, minutes: float) -> None:
     engines = {
         "tier": _engine(loaded, kv_tier=(where,)),
         "without": _engine(loaded),
@@ -154,41 +154,41 @@ def _of_one_use(loaded: LoadedModel, rng: random.Random, where: str, units: int)
     assert offload is not None
     params = SamplingParams(max_tokens=ONE_USE_OUTPUT, temperature=0, ignore_eos=True)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    stored = list[int]()  # blocks, after each unit
+    stored = list[int]()  # blocks, after each prompt
     for llm in engines.values():
         llm.generate([_prompt(rng, loaded, ONE_USE_TOKENS)], params)  # makes what is made once
-    for _ in range(units):
-        prompts = [_prompt(rng, loaded, ONE_USE_TOKENS) for _ in range(2)]
-        order = list(engines)
+    stop_s = time.monotonic() + 60 * minutes
+    while time.monotonic() < stop_s:
+        prompt, order = _prompt(rng, loaded, ONE_USE_TOKENS), list(engines)
         rng.shuffle(order)
         for name in order:
             begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-            engines[name].generate(prompts, params)
+            engines[name].generate([prompt], params)
             took_s = time.perf_counter() - begun_s
             while name == "tier" and not _all_is_stored(engines[name]):
                 time.sleep(0.01)
             taken[name].append((took_s, time.process_time() - begun_cpu_s))
         stored.append(offload.counts.stored_blocks)
-    print(
-        f"of one use: {units} units of 2 prompts of {ONE_USE_TOKENS} tokens, {ONE_USE_OUTPUT} out"
-    )
-    for label, first, last in (("first", 0, LEARNING), ("others", LEARNING, units)):
-        before = stored[first - 1] if first else 0
-        num_stored = stored[min(last, units) - 1] - before if units > first else 0
-        num_blocks = (min(last, units) - first) * 2 * (ONE_USE_TOKENS // 16)
-        print(f"  {label}: {num_stored} of {num_blocks} blocks of prompts stored")
+    print(f"of one use: {len(stored)} prompts of {ONE_USE_TOKENS} tokens")
+    for label, part in (("first", slice(LEARNING)), ("others", slice(LEARNING, None))):
+        blocks = stored[part]
+        if not blocks:
+            continue
+        before = stored[LEARNING - 1] if part.start else 0
+        print(
+            f"  {label} {len(blocks)}: {blocks[-1] - before} of "
+            f"{len(blocks) * (ONE_USE_TOKENS // 16)} blocks of prompts stored"
+        )
         for name in ("tier", "without again"):
-            for what, at in (("seconds", 0), ("processor", 1)):
-                own = [each[at] for each in taken[name][first:last]]
-                twin = [each[at] for each in taken["without"][first:last]]
-                if own:
-                    ratios = sorted(b / a for a, b in zip(own, twin, strict=True))
-                    low, high = (ratios[int(share * (len(ratios) - 1))] for share in (0.25, 0.75))
-                    print(
-                        f"    {name:14} throughput × without, by {what:9}: median "
-                        f"{statistics.median(ratios):.3f}, quartiles {low:.3f} … {high:.3f}, "
-                        f"of sums {sum(twin) / sum(own):.3f}"
-                    )
+            for what, at in (("clock", 0), ("processor", 1)):
+                own, twin = ([each[at] for each in taken[x][part]] for x in (name, "without"))
+                ratios = sorted(b / a for a, b in zip(own, twin, strict=True))
+                low, high = (ratios[int(share * (len(ratios) - 1))] for share in (0.25, 0.75))
+                print(
+                    f"    {name:14} throughput × without, by the {what:9}: median "
+                    f"{statistics.median(ratios):.3f}, quartiles {low:.3f} … {high:.3f}, "
+                    f"of sums {sum(twin) / sum(own):.3f}"
+                )
     for llm in engines.values():
         llm.close()
 

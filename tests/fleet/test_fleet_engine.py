@@ -240,6 +240,9 @@ def test_a_reader_between_two_pieces_finds_a_frozen_replica_too() -> None:
                 async with asyncio.timeout(10):
                     while fleet.engine.members["a"].state != "lost":
                         await asyncio.sleep(0.01)
+                watching = fleet.engine.members["a"].watching
+                assert watching is not None
+                watching.cancel()  # the next report that does not come would end the wait, too
                 async with asyncio.timeout(10):
                     async for delta in stream:
                         found.add(delta)

@@ -102,7 +102,7 @@ def make_offloading(
             block_size,
             BlockCopies(kv),
             tiers,
-            Staging(staging_bytes(groups, block_size), sizes),
+            Staging(staging_bytes(groups, block_size, config.max_num_batched_tokens), sizes),
             transfer=transfer,
             only_reads=config.kv_tier_write == "never",
             keeps_events=events is not None and events.publishes,

@@ -84,7 +84,9 @@ def make_replica(
             tiers,
             fleet.costs,
             clock,
-            staging_bytes=staging_bytes(accounting.groups, block_size),
+            staging_bytes=staging_bytes(
+                accounting.groups, block_size, fleet.limits.max_num_batched_tokens
+            ),
             shares_processor=fleet.is_on_host,
         )
     engine, cache = virtual_engine(
