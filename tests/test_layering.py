@@ -100,7 +100,7 @@ ONLY_IN = {
     "typer": {"cli"},
     "rich": {"cli"},
     "fastapi": {"server"},
-    "starlette": {"server"},
+    "starlette": {"server", "fleet"},
     "uvicorn": {"server"},
     "aiohttp": {"server"},
     "httpx": {"http"},

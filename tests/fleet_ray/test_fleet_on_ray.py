@@ -31,6 +31,8 @@ FLAGS = (
     *("--shutdown-timeout", "5", "--health-check-timeout", "3"),
 )
 PROMPTS = tuple(f"def function_{number}(items):\n    " for number in range(12))
+# Not asked before, so that they go to both replicas.
+OTHERS = tuple(f"class Number{number}:\n    " for number in range(12))
 NUM_TOKENS = 120
 
 
@@ -47,7 +49,8 @@ def answers() -> dict[str, str]:
         params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
         return {
             prompt: done.text
-            for prompt, done in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True)
+            for several in (PROMPTS, OTHERS)
+            for prompt, done in zip(several, llm.generate(several, params), strict=True)
         }
 
 
@@ -112,15 +115,14 @@ async def until_they_run(streams: list[Stream]) -> None:
 def two_again(two: FleetProcess) -> None:
     """Both ready, and in the fleet: each is asked by the door."""
     two.until(lambda: len(two.replicas()) == 2)
-    with httpx.Client(base_url=two.url, timeout=60, trust_env=False) as client:
-        two.until(lambda: num_routable(client) == 2)
+    two.until(lambda: figure(two, "quire:fleet_replica_up") == 2)
 
 
-def num_routable(client: httpx.Client) -> int:
-    """The replicas that the door sends new requests."""
-    lines = client.get("/metrics").text.splitlines()
-    up = [each for each in lines if each.startswith("quire:fleet_replica_up{")]
-    return sum(int(float(line.rsplit(" ", 1)[1])) for line in up)
+def figure(two: FleetProcess, name: str) -> float:
+    """One of the door's, summed over replicas."""
+    text = httpx.get(f"{two.url}/metrics", timeout=60, trust_env=False).text
+    lines = [each for each in text.splitlines() if each.startswith(f"{name}{{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 # -- while all goes well ---------------------------------------------------------------------------
@@ -192,13 +194,14 @@ def test_no_request_waits_for_a_replica_that_hangs(
     two: FleetProcess, answers: dict[str, str]
 ) -> None:
     two_again(two)
-    streams, hangs = [Stream() for _ in PROMPTS], two.replicas()[0]
+    streams, hangs = [Stream() for _ in OTHERS], two.replicas()[0]
+    before = figure(two, "quire:fleet_resumed_streams_total")
 
     async def ask() -> None:
         async with client_of(two) as client:
             tasks = [
                 asyncio.ensure_future(read(client, body(p), s))
-                for p, s in zip(PROMPTS, streams, strict=True)
+                for p, s in zip(OTHERS, streams, strict=True)
             ]
             await until_they_run(streams)
             hangs.send_signal(signal.SIGSTOP)
@@ -211,7 +214,8 @@ def test_no_request_waits_for_a_replica_that_hangs(
         two.until(lambda: len(two.replicas()) == 3)  # another one comes in its place
         hangs.kill()  # Ray asks a process to end, which one that is stopped does not hear
     assert not [stream for stream in streams if not stream.is_whole], two.log
-    assert [stream.text for stream in streams] == [answers[prompt] for prompt in PROMPTS]
+    assert [stream.text for stream in streams] == [answers[prompt] for prompt in OTHERS]
+    assert figure(two, "quire:fleet_resumed_streams_total") > before
     two_again(two)
 
 
@@ -254,7 +258,7 @@ def test_a_roll_breaks_no_stream(two: FleetProcess, answers: dict[str, str]) -> 
             await asyncio.gather(*(one_after_the_other(client, each) for each in PROMPTS[:4]))
 
     asyncio.run(ask())
-    assert all(stream.is_whole for _, stream in streams)
+    assert not [stream for _, stream in streams if not stream.is_whole], two.log
     assert all(stream.text == answers[prompt] for prompt, stream in streams)
     two_again(two)
 

@@ -106,8 +106,8 @@ def test_replicas_join_and_leave_as_the_list_says(monkeypatch: pytest.MonkeyPatc
         said: list[str] = []
         replicas = RayReplicas(
             Handle(watch=Call()),
-            joined=lambda each: said.append(f"+{each.name}"),
-            left=lambda each: said.append(f"-{each.name}"),
+            lambda each: said.append(f"+{each.name}"),
+            lambda each: said.append(f"-{each.name}"),
         )
         roll = replicas.roll
         roll.note(listed("a", "b"))

@@ -17,7 +17,7 @@ from quire.spec.model_files import find_spec
 from quire.units import format_count
 
 if TYPE_CHECKING:
-    from quire.fleet.run import FleetStartUp
+    from quire.fleet.serve_fleet import FleetStartUp
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +49,11 @@ def fleet(
     server: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Serve a model with several replicas behind one address: quire serve's API, on Ray Serve.
+    """Serve a model with several replicas behind one address, on Ray Serve.
 
-    Each replica is an engine in its own process. A request goes to the replica that will answer it
-    first: where its prefix is cached, or where the least waits. A stream whose replica dies goes on
-    on another one. All options of quire serve are here too; sizes are those of one replica.
+    The API and the options are those of quire serve. Each replica is an engine in its own process;
+    sizes are those of one. A request goes to the replica that will answer it first: where its
+    prefix is cached, or where the least waits. A stream whose replica dies goes on at another one.
 
     \b
     quire fleet --replicas 2
@@ -89,7 +89,7 @@ def fleet(
     if ray_address() is None:
         prepare_own_ray()
     from quire.fleet.ray_serve import start_fleet
-    from quire.fleet.run import serve_fleet
+    from quire.fleet.serve_fleet import serve_fleet
 
     console = Console(stderr=True)
     status, said_last = console.status("starting Ray …"), ""

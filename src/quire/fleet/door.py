@@ -1,14 +1,14 @@
-"""The door of a fleet on Ray: the server's app over replicas that Serve starts, moves and replaces.
+"""The door of a fleet: the server's app over replicas that come and go.
 
-``FleetEngine`` places requests and mends streams; this tells it who is there. It runs in the
-process of ``quire fleet``, or in a deployment of Serve's own.
+``FleetEngine`` places requests and mends streams; this tells it who is there, as a ``Membership``
+says. It runs in the process of ``quire fleet``, or in a deployment of Serve's own.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Any, final
+from typing import Any, Protocol, TypeAlias, final
 
 from starlette.applications import Starlette
 
@@ -16,33 +16,55 @@ from quire.config import FleetConfig, ServerConfig
 from quire.errors import QuireError
 from quire.fleet.dynamo_placement import DynamoPlacement
 from quire.fleet.event_follower import ZmqFollower
-from quire.fleet.fleet_engine import FleetEngine
+from quire.fleet.fleet_engine import EventFollower, FleetEngine
 from quire.fleet.fleet_figures import FleetFigures, fleet_operation
-from quire.fleet.placement import LeastLoaded, PrefixAware
+from quire.fleet.placement import LeastLoaded, Placement, PrefixAware
 from quire.fleet.prefix_directory import PrefixDirectory
-from quire.fleet.ray_serve import RayReplica, RayReplicas
-from quire.fleet.replica import ReplicaFacts
+from quire.fleet.replica import ReplicaFacts, ReplicaHandle
 from quire.server.app import make_app
 
 log = logging.getLogger(__name__)
 
 _BEFORE_S = 1.0  # that streams are moved before their replica ends those that cannot be
 _AFTER_S = 3.0  # that it has for that
+_PATIENCE_S = 30.0  # of requests, while the last replica's successor is being started
 _POLL_S = 0.05
+
+
+class WatchedReplica(ReplicaHandle, Protocol):
+    """A replica that learns that it is on its way out by being watched no longer."""
+
+    def hang_up(self) -> None:
+        """Watch it no longer."""
+        ...
+
+
+class Membership(Protocol):
+    """Tells which replicas there are."""
+
+    async def open(self) -> ReplicaFacts:
+        """Begin to tell, and return the facts of the first replica."""
+        ...
+
+
+# What makes a membership of two functions: one is called with each replica that comes, one with
+# each that is gone or on its way out.
+MakeMembership: TypeAlias = Callable[
+    [Callable[[WatchedReplica], None], Callable[[WatchedReplica], None]], Membership
+]
 
 
 @asynccontextmanager
 async def open_door(
-    fleet: FleetConfig, config: ServerConfig, handle: Any
+    fleet: FleetConfig, config: ServerConfig, membership: MakeMembership
 ) -> AsyncIterator[tuple[Starlette, FleetEngine]]:
     """Make the app of a fleet once one replica is ready, and close it behind the block.
 
-    ``handle`` is Serve's, of the replicas. Raises: ConfigError for a placement that cannot be had.
+    Raises: ConfigError for a placement that cannot be had.
     """
     members = _Members(config.shutdown_timeout)
-    replicas = RayReplicas(handle, joined=members.join, left=members.leave)
     try:
-        engine = _engine(fleet, await replicas.open())
+        engine = _engine(fleet, await membership(members.join, members.leave).open())
         try:
             members.begin(engine)
             while engine.failure is not None:
@@ -63,26 +85,29 @@ async def open_door(
 
 def _engine(fleet: FleetConfig, facts: ReplicaFacts) -> FleetEngine:
     """Make the engine, with the placement that the options name. Raises: ConfigError."""
-    timeout_s = fleet.health_check_timeout
-    if fleet.placement == "least-loaded":
-        return FleetEngine(LeastLoaded(), replica_timeout_s=timeout_s)
+    placement: Placement = LeastLoaded()
+    follower: EventFollower | None = None
     if fleet.placement == "dynamo":
-        dynamo = DynamoPlacement()
-        return FleetEngine(dynamo, follower=dynamo, replica_timeout_s=timeout_s)
-    directory = PrefixDirectory(facts.groups, facts.block_size)
+        placement = follower = DynamoPlacement()
+    elif fleet.placement == "exact":
+        directory = PrefixDirectory(facts.groups, facts.block_size)
+        placement, follower = PrefixAware(directory), ZmqFollower(directory)
     return FleetEngine(
-        PrefixAware(directory), follower=ZmqFollower(directory), replica_timeout_s=timeout_s
+        placement,
+        follower=follower,
+        replica_timeout_s=fleet.health_check_timeout,
+        patience_s=_PATIENCE_S,
     )
 
 
 @final
 class _Members:
-    """Lets replicas in and out of an engine, as Serve's router knows them."""
+    """Lets replicas in and out of an engine, as their membership says."""
 
     def __init__(self, shutdown_s: float) -> None:
         self._shutdown_s = shutdown_s
         self._engine: FleetEngine | None = None
-        self._early: list[RayReplica] = []  # that came before the engine
+        self._early: list[WatchedReplica] = []  # that came before the engine
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, engine: FleetEngine) -> None:
@@ -92,15 +117,15 @@ class _Members:
         for replica in early:
             self._spawn(self._join(engine, replica))
 
-    def join(self, replica: RayReplica) -> None:
+    def join(self, replica: WatchedReplica) -> None:
         """Let a replica in as soon as it is ready."""
         if self._engine is None:
             self._early.append(replica)
         else:
             self._spawn(self._join(self._engine, replica))
 
-    def leave(self, replica: RayReplica) -> None:
-        """Let the streams of a replica that Serve takes away end, there or elsewhere."""
+    def leave(self, replica: WatchedReplica) -> None:
+        """Let the streams of a replica that is taken away end, there or elsewhere."""
         replica.hang_up()
         if self._engine is None:
             self._early.remove(replica)
@@ -121,13 +146,13 @@ class _Members:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _join(self, engine: FleetEngine, replica: RayReplica) -> None:
+    async def _join(self, engine: FleetEngine, replica: WatchedReplica) -> None:
         try:
             await engine.join(replica)
         except QuireError as error:
             log.error("replica %s cannot join the fleet: %s", replica.name, error)
 
-    async def _see_off(self, engine: FleetEngine, replica: RayReplica) -> None:
+    async def _see_off(self, engine: FleetEngine, replica: WatchedReplica) -> None:
         with suppress(QuireError):  # it never was in
             if not await engine.drain(replica.name, max(0.0, self._shutdown_s - _BEFORE_S)):
                 await _until_ended(engine, replica.name)

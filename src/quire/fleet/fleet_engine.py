@@ -9,6 +9,7 @@ one error. Every reservation is given back, however its request ends.
 import asyncio
 import logging
 import secrets
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from math import inf
 from typing import Any, Literal, Protocol, TypeAlias, final
 
 import numpy as np
@@ -39,6 +41,7 @@ from quire.sampling_params import Params, SamplingParams
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 0.05  # between two looks for a replica
 _CLOSE_S = 5.0  # that the end of one request at its replica may take
 _SEED_BITS = 63
 
@@ -121,6 +124,7 @@ class Stream:
     num_cached_tokens: int = 0  # of the prompt, where it began
     is_aborted: bool = False
     remote_id: str = ""  # its name at the replica
+    patient_until_s: float | None = None  # since no replica could take it
     is_broken: bool = False  # no piece of this replica is waited for any more
     waits: asyncio.Timeout | None = None  # for a piece
 
@@ -150,7 +154,7 @@ class Stream:
         if self.num_lost and self.has_begun:
             delta = replace(delta, num_cached_tokens=self.num_cached_tokens)
         self.num_cached_tokens = delta.num_cached_tokens
-        self.has_begun = True
+        self.has_begun, self.patient_until_s = True, None
         self.token_ids += delta.token_ids
         if delta.finish_reason is not None:
             self.open_choices.discard(delta.choice)
@@ -181,7 +185,8 @@ class FleetEngine:
 
     A replica whose report does not come within ``replica_timeout_s`` is lost, and its streams are;
     it is asked every ``report_interval_s``. So a stream waits for a replica that does not answer
-    for the sum of both at most, and for one that is busy as long as it takes.
+    for the sum of both at most, and for one that is busy as long as it takes. Where all replicas
+    are out for a moment, requests wait up to ``patience_s`` for one.
     """
 
     administration = None  # what an operator asks, he asks a replica
@@ -194,6 +199,7 @@ class FleetEngine:
         follower: EventFollower | None = None,
         replica_timeout_s: float = 30.0,
         report_interval_s: float = 0.5,
+        patience_s: float = 0.0,
     ) -> None:
         for name, value in (
             ("replica_timeout_s", replica_timeout_s),
@@ -203,6 +209,7 @@ class FleetEngine:
                 raise ConfigError(f"{name}={value!r} must be above 0 seconds")
         self._placement, self._follower = placement, follower
         self._replica_timeout_s, self._report_interval_s = replica_timeout_s, report_interval_s
+        self._patience_s, self._up_s = patience_s, -inf  # when one ceased to be up last
         self.members: dict[str, Member] = {}
         self.num_resumed = 0  # streams that went on elsewhere
         self._maker: RequestMaker | None = None  # of the first replica's model
@@ -391,6 +398,8 @@ class FleetEngine:
     def _set(self, member: Member, state: State, why: str) -> None:
         level = logging.WARNING if state == "lost" else logging.INFO
         log.log(level, "replica %s is %s%s", member.name, state, f": {why}" if why else "")
+        if member.state == "up":
+            self._up_s = time.monotonic()
         member.state, member.why = state, why
 
     def _note_joined(self, join: "asyncio.Task[None]") -> None:
@@ -419,12 +428,17 @@ class FleetEngine:
 
     @property
     def failure(self) -> Exception | None:
-        """Why no request can run at present; None while one replica is up."""
+        """Why no request can run at present; None while one replica is up, or was a moment ago."""
         if self._is_closed:
             return RequestError("this fleet is closed: make a new one")
+        return None if self._out_s <= self._patience_s else self._no_replica()
+
+    @property
+    def _out_s(self) -> float:
+        """Return for how many seconds no replica has been up; 0 while one is."""
         if any(member.state == "up" for member in self.members.values()):
-            return None
-        return self._no_replica()
+            return 0.0
+        return time.monotonic() - self._up_s
 
     async def request(
         self,
@@ -531,7 +545,7 @@ class FleetEngine:
                 for delta in stream.ends("abort", "aborted"):
                     yield stream.note(delta)
                 return
-            choice, member = self._place(stream)
+            choice, member = await self._placed(stream)
             outcome: Outcome = "left"
             stream.is_broken, is_first = False, True
             member.streams.add(stream)
@@ -609,6 +623,20 @@ class FleetEngine:
         if delta.choice not in stream.open_choices:
             raise ReplicaLost(f"replica {member.name} has answered with a choice that is not open")
         return delta
+
+    async def _placed(self, stream: Stream) -> tuple[Placed, Member]:
+        """Choose a replica as soon as there is one. Raises: NoReplica where none comes in time."""
+        now_s = asyncio.get_running_loop().time
+        while True:
+            try:
+                return self._place(stream)
+            except NoReplica:
+                if stream.patient_until_s is None:
+                    stream.patient_until_s = now_s() + self._patience_s
+                if now_s() >= stream.patient_until_s or stream.is_aborted:
+                    raise
+            await asyncio.sleep(_LOOK_S)
+            stream.passed.clear()  # one that was on its way out may be back
 
     def _place(self, stream: Stream) -> tuple[Placed, Member]:
         """Choose a replica, and count the request there. Raises: NoReplica."""

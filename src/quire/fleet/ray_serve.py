@@ -1,9 +1,9 @@
 """A fleet on Ray Serve: the only module that knows Ray.
 
 Serve starts a process a replica, finds places for them, replaces what dies and scales. Ours are
-``Replica``, an engine in such a process; ``ChosenReplica``, which makes Serve send a request where
-the fleet's placement wants it; and ``RayFleet``, the replicas as the door sees them. ``build``
-makes the application of Serve's config file.
+``ServedReplica``, an engine in such a process; ``ChosenReplica``, which makes Serve send a request
+where the fleet's placement wants it; and ``RayReplicas``, which are there, as the door sees it.
+``build`` makes the application of Serve's config file.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 from quire.config import (
@@ -38,6 +39,7 @@ try:
     from ray import serve
     from ray.exceptions import RayError, RayTaskError
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+    from ray.serve.exceptions import RayServeException
     from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 except ImportError as error:
     raise ConfigError(
@@ -182,7 +184,7 @@ def replicas(plan: FleetPlan, *, num_cpus: float, generation: int = 0) -> Any:
     else:
         options["num_replicas"] = fleet.replicas
     # Only what a replica needs: a change of anything else must not restart it.
-    return serve.deployment(**options)(Replica).bind(
+    return serve.deployment(**options)(ServedReplica).bind(
         plan.model,
         dict(plan.engine),
         generation=generation,
@@ -192,7 +194,7 @@ def replicas(plan: FleetPlan, *, num_cpus: float, generation: int = 0) -> Any:
 
 
 @final
-class Replica:
+class ServedReplica:
     """An engine in a process of Serve's. Its methods are called through a handle, by name.
 
     Those for a door have the keywords ``to``, the replica that was chosen, and ``roll``.
@@ -503,7 +505,6 @@ class RayReplicas:
     def __init__(
         self,
         handle: Any,
-        *,
         joined: Callable[[RayReplica], None],
         left: Callable[[RayReplica], None],
     ) -> None:
@@ -580,7 +581,7 @@ class StartedFleet:
         if self._is_closed:
             return
         self._is_closed = True
-        with suppress(RayError, RuntimeError, TimeoutError):
+        with suppress(RayError, RayServeException, RuntimeError, TimeoutError):
             serve.delete(APP)
             if self._stops_ray:
                 serve.shutdown()
@@ -738,7 +739,7 @@ class DoorApp:
         await receive()
         engines = serve.get_deployment_handle(REPLICA, serve.get_replica_context().app_name)
         async with (
-            open_door(self._fleet, self._config, engines) as (app, _),
+            open_door(self._fleet, self._config, partial(RayReplicas, engines)) as (app, _),
             app.router.lifespan_context(app),
         ):
             self._app = app

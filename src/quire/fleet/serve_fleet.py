@@ -1,4 +1,4 @@
-"""The process of ``quire fleet``: the door, over replicas that Ray Serve keeps.
+"""``serve_fleet``: the process of ``quire fleet``, the door over replicas that Ray Serve keeps.
 
 It is ``quire serve``'s process (``server/run.py``, ``server/loop.py``) with a fleet in the engine's
 place: the same sockets, signals, keys and limits.
@@ -12,7 +12,7 @@ from functools import partial
 
 from quire.config import ServerConfig, ray_address
 from quire.fleet.fleet_plan import FleetPlan
-from quire.fleet.ray_serve import StartedFleet
+from quire.fleet.ray_serve import RayReplicas, StartedFleet
 from quire.server.listen import Listeners
 from quire.server.run import frozen_objects, prepared
 from quire.server.stop import StopSignals
@@ -66,7 +66,7 @@ async def _serve(
     from quire.server.loop import drain, open_server
 
     async with (
-        open_door(plan.fleet, config, started.handle) as (app, engine),
+        open_door(plan.fleet, config, partial(RayReplicas, started.handle)) as (app, engine),
         open_server(app, config, listeners, signals) as server,
     ):
         announce(
