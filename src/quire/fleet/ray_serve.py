@@ -209,7 +209,7 @@ class ServedReplica:
         publishes: bool,
         shutdown_s: float,
     ) -> None:
-        self._local: "LocalReplica | None" = None
+        self._local: LocalReplica | None = None
         self.name = serve.get_replica_context().replica_id.unique_id
         self._node = ray.util.get_node_ip_address()
         self._shutdown_s = shutdown_s
