@@ -192,8 +192,8 @@ def _give(pipe: Connection, addresses: dict[str, str], key: bytes, path: str, co
         threading.Thread(target=_give_bare, args=(listener, bare), daemon=True).start()
     pipe.send({"tcp": servers[1].address.port, "bare": over_tcp.getsockname()[1]})
     pipe.recv()
-    for server in servers:
-        server.close()
+    for own in servers:
+        own.close()
 
 
 def _give_bare(listener: socket.socket, records: list[memoryview]) -> None:
