@@ -309,7 +309,8 @@ def main(  # noqa: PLR0913 - each is a flag
 def _table(found: dict[str, list[Outcome]], seconds: float) -> Table:
     columns = (
         "server", "hits before", f"{WINDOW_S:g} s after", f"{seconds:g} s after",
-        "after / before", "back after", "streams", "broken", "asked again", "no answer for", "first token before", "… after",
+        "after / before", "back after", "streams", "broken", "asked again", "no answer for",
+        "first token before", "… after",
     )  # fmt: skip
     rows = []
     for kind, several in found.items():
