@@ -326,14 +326,17 @@ def test_texts_are_the_same_whatever_a_tier_does(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("name", BACK_ENDS)
-def test_ten_thousand_texts_are_the_same_whatever_a_tier_does(
-    name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_thousands_of_texts_are_the_same_whatever_a_tier_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each two back ends; of each of them half as many."""
-    done = ask_a_faulty_tier(name, tmp_path, seed, 200, monkeypatch)
-    assert len(done) >= len(FAULTS) - 2, {*FAULTS} - {*done}
+    """Of each back end five thousand. How often a rare fault comes, the machine's speed decides."""
+    done = Counter[str]()
+    for seed in range(10):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        done += ask_a_faulty_tier(name, folder, seed, 200, monkeypatch)
+    assert done.keys() == {*FAULTS}
 
 
 @pytest.fixture
