@@ -227,12 +227,14 @@ def shared(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
 
 
 def test_what_cannot_be_is_refused_in_words(kept: Kept, tmp_path: Path) -> None:
-    key = tmp_path / "key"
+    key, long_key = tmp_path / "key", tmp_path / "long key"
     key.write_bytes(b"short")
+    long_key.write_bytes(bytes(4097))
     for options, said in (
         (dict(cache="growing"), "cache=growing"),
         (dict(enable_prefix_caching=False), "enable_prefix_caching"),
         (dict(kv_tier_key=str(key)), "at least 32"),
+        (dict(kv_tier_key=str(long_key)), "more than 4,096 bytes"),
         (dict(kv_tier_key=str(tmp_path / "none")), "No such file"),
         (dict(kv_tier=("attic:x",)), "'attic' is no tier"),
         (dict(kv_tier=("/var/cache",)), "has no kind"),
