@@ -466,3 +466,32 @@ def test_facts_are_those_of_the_engine() -> None:
     llm = engine("a").llm
     assert facts_of(llm).model is llm.facts
     assert facts_of(llm).fingerprint == facts_of(engine("b").llm).fingerprint
+
+
+def test_requests_wait_a_moment_while_all_replicas_are_out() -> None:
+    async def ask() -> None:
+        params = SamplingParams(max_tokens=6, temperature=0)
+        (want,) = await expected(PROMPTS[:1], params)
+        async with fleet_of("a", patience_s=30.0) as fleet:
+            fleet.replicas[0].mode = "dead"
+            while fleet.engine.members["a"].state != "lost":
+                await asyncio.sleep(0.01)
+            assert fleet.engine.failure is None
+            waits = asyncio.ensure_future(read(fleet.engine, PROMPTS[0], params))
+            await asyncio.sleep(0.1)
+            assert not waits.done()
+            fleet.replicas[0].mode = "works"
+            is_whole(await waits, want)
+
+    run(ask())
+
+
+def test_no_request_waits_longer_than_the_patience() -> None:
+    async def ask() -> None:
+        async with fleet_of("a", patience_s=0.1) as fleet:
+            fleet.replicas[0].mode = "dead"
+            found = await read(fleet.engine, PROMPTS[0], SamplingParams(max_tokens=6))
+            assert isinstance(found.error, NoReplica)
+            assert fleet.engine.failure is not None
+
+    run(ask())

@@ -173,7 +173,10 @@ def test_streams_outlive_a_replica_that_is_killed(
         async with client_of(two) as client:
             calls = [
                 *(read(client, body(p), s) for p, s in zip(PROMPTS, greedy, strict=True)),
-                *(read(client, body(PROMPTS[0], temperature=1.0, n=2), s) for s in several),
+                *(
+                    read(client, body(f"import module_{number}", temperature=1.0, n=2), stream)
+                    for number, stream in enumerate(several)
+                ),
             ]
             tasks = [asyncio.ensure_future(call) for call in calls]
             await until_they_run([*greedy, *several])
