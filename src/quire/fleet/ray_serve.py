@@ -343,7 +343,8 @@ class ServedReplica:
 
         if self._local is None or to not in (None, self.name):
             raise ReplicaRefused(f"replica {to or self.name} is not on Serve's list any more")
-        return self._local
+        local: LocalReplica = self._local
+        return local
 
     def _reached(self, endpoint: Any) -> Any:
         """Return an endpoint as other machines reach it."""
