@@ -182,3 +182,32 @@ def test_bad_records_that_lie_far_apart_are_no_sign_of_a_bad_tier() -> None:
         assert tier.state == "ok"
         for _ in range(1000):
             tier.note_good(1)
+
+
+@pytest.mark.parametrize(("said", "believed"), [(99, 2), (-5, 0), (1, 1)])
+def test_a_tier_counts_no_more_than_it_was_asked_for(said: int, believed: int) -> None:
+    class Boastful:
+        traits, usage = HostMemoryTier.traits, TierUsage
+
+        def __init__(self) -> None:
+            self.num_loads = 0
+
+        def find(self, *_: object) -> int:
+            return said
+
+        store = find
+
+        def load(self, *_: object) -> int:
+            self.num_loads += 1
+            return said
+
+    tier = guarded(own := Boastful())
+    names, records = [bytes(32), bytes(32)], [memoryview(bytearray(8)), memoryview(bytearray(8))]
+    assert tier.find(names, soon()) == believed
+    assert tier.load(names, records, soon()) == believed
+    assert tier.store(names, records, soon()) == believed
+    assert tier.counted().num_stored == believed
+    assert tier.counted().num_stores_dropped == 2 - believed
+    tier.is_suspect = True
+    assert (tier.find(names, soon()), tier.load(names, records, soon())) == (0, 0)
+    assert own.num_loads == 1, "a suspect tier was asked"
