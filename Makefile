@@ -6,6 +6,7 @@ VENV      := .venv
 BIN       := $(VENV)/bin
 READY     := $(VENV)/.ready
 DOCS      := $(VENV)/.ready-docs
+FLEET     := $(VENV)/.ready-fleet
 PIP       := $(BIN)/python -m pip --disable-pip-version-check -qq
 MINUTES   ?= 10
 # Torch 2.11's, which a GPU may have; .venv has a later one.
@@ -15,13 +16,13 @@ GPU_PYTHON = $(if $(VENV),$(BIN)/python,$(PYTHON))
 
 # OpenMP threads that wait otherwise spin, and where cores are busy with something else a small model
 # then runs five to ten times slower. Benchmarks choose for themselves.
-demo test test-all test-triton test-transformers fuzz fuzz-http clients: export OMP_WAIT_POLICY ?= PASSIVE
+demo test test-all test-fleet test-triton test-transformers fuzz fuzz-http clients: export OMP_WAIT_POLICY ?= PASSIVE
 
 # Tests start some hundred processes; each would compile the sources anew where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-triton triton-3.6 test-transformers check fuzz fuzz-http clients lint format types size bench \
+.PHONY: help demo test test-all test-gpu test-fleet test-triton triton-3.6 test-transformers check fuzz fuzz-http clients lint format types size bench \
   bench-gpu docs setup clean
 
 help: ## print this list
@@ -35,7 +36,7 @@ test: $(READY) ## run the tests, in as many processes as there are cores
 	@$(BIN)/pytest -n logical --dist loadfile
 
 test-all: $(READY) ## the tests, and the whole of what they sample: minutes for attention on each instruction set
-	@$(BIN)/pytest -n logical --dist loadfile -m ""
+	@$(BIN)/pytest -n logical --dist loadfile -m "not ray"
 
 test-gpu: $(if $(VENV),$(READY)) ## what a GPU can be tested with (installing nothing: make test-gpu VENV= PYTHON=python3)
 	@$(GPU_PYTHON) -m benchmarks.gpu.run --checks $(if $(ONLY),--only $(ONLY)) $(OPTIONS)
@@ -49,6 +50,9 @@ triton-3.6: $(READY)
 
 test-transformers: $(READY) ## Transformers' own generation tests with each strategy's cache (SOURCE=checkout MODELS="llama t5")
 	@$(BIN)/python tests/transformers_own/run.py $(if $(SOURCE),--source $(SOURCE)) $(MODELS)
+
+test-fleet: $(FLEET) ## a fleet on a real Ray Serve: replicas that are killed, hang and are replaced
+	@$(BIN)/pytest tests/fleet_ray -m ray
 
 check: lint types test ## lint, types and test, one after the other
 
@@ -117,6 +121,11 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt torch
 	@echo "[3/3] Installing Quire, transformers and the tools: about a minute."
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(FLEET): $(READY)
+	@echo "Installing Ray: half a minute."
+	@$(PIP) install -c constraints.txt -e '.[fleet]'
 	@touch $@
 
 $(DOCS): $(READY)

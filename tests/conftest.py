@@ -6,7 +6,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -61,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     The choice is made for good when Triton is imported, which no test does that does not need it.
     """
     os.environ[target.OPTION] = config.getoption("--device")
+    covering.run_all("not full" not in config.getoption("markexpr"))
     try:
         named.choose({option: config.getoption(option) for option in named.OPTIONS})
     except ConfigError as error:
@@ -89,8 +90,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()  # what imports and collects makes, stays
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    """What is there now stays to the end: a collection of garbage need not look through it."""
+    _keep_what_is_there()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _keep_what_is_there()  # a file imports more, and a server's end unfreezes all of it
+
+
+def _keep_what_is_there() -> None:
+    """It stays to the end, and to look through it would take a collection half a second."""
     gc.collect()
     gc.freeze()
 
@@ -126,6 +147,7 @@ def _logging_as_found() -> Iterator[None]:
         x.propagate, x.handlers, x.filters = propagate, handlers, filters
 
 
+@pytest.hookimpl(trylast=True)  # after pytest's own, which looks through all of it five times
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # so that a library that counts what is left finds nothing
     week_ago_s = time.time() - 7 * 86_400

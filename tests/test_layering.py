@@ -37,36 +37,48 @@ MAY_IMPORT = {
     "layers": "errors units kernels",
     "models": "errors units kept_files spec memory kv kernels attention layers devices",
     "engine.structured": "errors units sampling_params",
-    "engine.sequence": "errors units kv sampling_params engine.structured",
+    "engine.detokenizer": "sampling_params",
+    "engine.sequence": "errors units kv sampling_params engine.structured engine.detokenizer",
     "engine.step_plan": "kv engine.sequence",
     "engine.statistics": "kv engine.sequence engine.step_plan",
     "engine.scheduling": "errors units spec kv engine.sequence engine.step_plan engine.statistics",
     "engine.scheduler": "errors units spec kv engine.sequence engine.step_plan"
     " engine.statistics engine.scheduling",
     "engine.sampling": "errors units devices sampling_params engine.sequence engine.step_plan",
-    "engine.detokenizer": "sampling_params",
     "engine.kv_sizing": "errors units config spec memory kv",
     "engine.kv_cache": "errors memory kv",
     "engine.interfaces": "kv engine.sequence engine.step_plan engine.scheduling",
+    "engine.transfer": "errors units config kv tiers engine.sequence engine.scheduling",
+    "engine.offloading": "errors units spec kv tiers engine.sequence engine.statistics"
+    " engine.scheduling engine.kv_cache engine.transfer",
+    "engine.event_format": "spec kv",
     "engine.core": "errors units engine.sequence engine.step_plan engine.scheduling"
     " engine.scheduler engine.interfaces",
     "engine": "errors units config spec memory kv tiers attention models devices"
     " sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.detokenizer engine.kv_sizing engine.kv_cache"
-    " engine.sampling engine.structured",
+    " engine.sampling engine.structured engine.transfer engine.offloading engine.event_format",
+    "fleet.key_table": "",
+    "fleet.prefix_directory": "errors units spec kv engine.event_format fleet.key_table",
+    "fleet.placement": "units kv fleet.key_table fleet.prefix_directory",
     "planner": "errors units traces config spec memory kv tiers sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
-    " engine.interfaces engine.core engine.kv_sizing figures",
+    " engine.interfaces engine.core engine.kv_sizing figures engine.event_format"
+    " fleet.prefix_directory fleet.placement",
     "chat": "errors units sampling_params",
     "server": "errors units traces config spec kv tiers sampling_params engine.sequence"
-    " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat",
+    " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat"
+    " engine.event_format",
+    "fleet": "errors units config spec kv tiers sampling_params engine.sequence engine server"
+    " engine.event_format fleet.key_table fleet.prefix_directory fleet.placement",
     "http": "errors",
     "bench": "errors units traces kv sampling_params engine.step_plan engine.scheduling engine"
     " http planner",
     "compare": "errors units config spec kv models sampling_params engine.sequence engine figures",
     "cli": "errors units traces config spec memory kv tiers models sampling_params engine.sequence"
-    " engine planner server figures compare bench http engine.kv_sizing devices",
+    " engine planner server figures compare bench http engine.kv_sizing devices fleet"
+    " fleet.prefix_directory",
 }
 
 # Who may import a package that is not ours; a package that is not listed may be imported anywhere.
@@ -82,19 +94,21 @@ ONLY_IN = {
     "numba": {"attention"},
     "obstore": {"tiers"},
     "mooncake": {"tiers"},
+    "dynamo": {"fleet"},
+    "ray": {"fleet"},
     "llvmlite": {"kernels", "attention", "layers"},
     "typer": {"cli"},
     "rich": {"cli"},
     "fastapi": {"server"},
-    "starlette": {"server"},
+    "starlette": {"server", "fleet"},
     "uvicorn": {"server"},
     "aiohttp": {"server"},
     "httpx": {"http"},
     "flask": {"server"},
     "prometheus_client": {"server"},
     "opentelemetry": {"server"},
-    "msgspec": {"server", "cli", "traces", "engine"},
-    "zmq": {"engine"},
+    "msgspec": {"server", "cli", "traces", "engine", "fleet"},
+    "zmq": {"engine", "fleet"},
     "jinja2": {"chat"},
 }
 
@@ -103,9 +117,10 @@ TORCH_FREE = (
     *("errors", "units", "kept_files", "config", "spec", "memory", "kv"),
     *("sampling_params", "engine.sequence", "engine.step_plan"),
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
-    *("engine.interfaces", "engine.core", "engine.kv_cache"),
+    *("engine.interfaces", "engine.core", "engine.kv_cache", "engine.offloading"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),
-    "server.run",
+    *("server.run", "engine.event_format", "fleet.placement", "fleet.fleet_status"),
+    *("fleet.fleet_plan", "fleet.scaling"),
 )
 
 VAGUE = re.compile(r"(Base|Abstract|Manager|Helper|Util|Utils|Impl)(?![a-z])")
@@ -131,13 +146,18 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.path.read_text(encoding="utf-8"), str(self.path))
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Return all of the tree, walked through once for all tests."""
+        return list(ast.walk(self.tree))
+
     def where(self, node: ast.AST | None = None) -> str:
         line = f":{getattr(node, 'lineno', 1)}" if node else ""
         return f"{self.path.relative_to(SRC.parent)}{line}"
 
     def imports(self) -> Iterator[tuple[ast.AST, str]]:
         """Every import, inside functions and TYPE_CHECKING too: (node, full dotted name)."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     yield node, alias.name
@@ -266,7 +286,7 @@ def test_no_other_room_asks_which_strategy_it_is() -> None:
             f"{module.where(node)} asks for {', '.join(sorted(asked))}"
             for module in MODULES
             if module.room not in ("kv", "memory") and module.name not in NAMES_STRATEGIES
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if (asked := asked_for(node) & (names | classes))
         ),
         "Let Strategy (quire/kv/strategies.py) have a field that says what you need to know.",
@@ -335,7 +355,7 @@ def test_no_class_or_module_has_a_retired_word_for_a_name() -> None:
     for module in MODULES:
         problems += [
             f"{module.where(node)} class {node.name}"
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.ClassDef) and node.name in RETIRED
         ]
     report(problems, "docs/glossary.md has the word that the field uses.")
@@ -355,7 +375,7 @@ def test_no_other_room_asks_for_an_attention_backend_by_name() -> None:
     own = {"flashinfer", "triton", "sdpa", "reference"}  # "cpu" is a device too
     problems = []
     for module in MODULES:
-        for node in ast.walk(module.tree) if module.room != "attention" else ():
+        for node in module.nodes if module.room != "attention" else ():
             # Transformers has names of its own ways to attend.
             if isinstance(node, ast.Compare) and "_attn_implementation" not in ast.unparse(node):
                 found = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)} & own
@@ -386,7 +406,7 @@ def test_private_names_stay_in_their_module() -> None:
                 ours.add(name.split(".")[-1])
         problems += [
             f"{module.where(node)} uses {node.value.id}.{node.attr}"
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and node.value.id in ours
@@ -416,6 +436,16 @@ def test_only_ranks_exchange() -> None:
     report(problems, "torch.distributed is spoken with in quire.engine.parallel alone.")
 
 
+def test_one_module_knows_ray() -> None:
+    problems = [
+        f"{module.where(node)} imports {name}"
+        for module in MODULES
+        for node, name in module.imports()
+        if name.split(".")[0] == "ray" and module.name != "fleet.ray_serve"
+    ]
+    report(problems, "quire.fleet.ray_serve alone speaks with Ray: its interfaces change.")
+
+
 def test_only_config_reads_the_environment() -> None:
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     problems = []
@@ -425,7 +455,7 @@ def test_only_config_reads_the_environment() -> None:
         imported = [node for node, name in module.imports() if name in {f"os.{x}" for x in names}]
         used = [
             node
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and node.value.id == "os"
@@ -447,7 +477,7 @@ def state_of(module: Module) -> Iterator[tuple[ast.AST, str]]:
     """What is bound at import to something that can be changed."""
     makers = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
     displays = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Global):
             yield node, f"global {', '.join(node.names)}"
     for node in top_level(module.tree.body):
@@ -478,7 +508,7 @@ def test_only_the_command_line_prints() -> None:
             module.where(node)
             for module in MODULES
             if module.room != "cli"
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
         ),
         "Return it, or use logging.getLogger(__name__): only quire.cli talks to people.",
@@ -497,7 +527,7 @@ def test_class_names_say_what_a_thing_is() -> None:
         (
             f"{module.where(node)} class {node.name}"
             for module in MODULES
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.ClassDef) and VAGUE.search(node.name)
         ),
         "No Base, Abstract, Manager, Helper, Utils or Impl: a protocol has the plain noun, an "

@@ -64,8 +64,12 @@ def server(
     log: Path | None = None,
     processors: set[int] | None = None,
     group: Path | None = None,
+    command: str = "serve",
 ) -> Iterator[ServerProcess]:
-    """Started with flags of ``quire serve``, until the end of the block; in a control group."""
+    """Started with flags of ``quire serve``, until the end of the block; in a control group.
+
+    ``command``: of quire's, that serves at ``--port`` too.
+    """
     threads = {} if processors is None else {"OMP_NUM_THREADS": str(len(processors))}
 
     def begin() -> None:
@@ -79,7 +83,7 @@ def server(
         port = own.getsockname()[1]
     said = subprocess.DEVNULL if log is None else log.open("wb")
     child = subprocess.Popen(
-        [sys.executable, "-c", _COMMAND, "serve", "--port", str(port), *flags],
+        [sys.executable, "-c", _COMMAND, command, "--port", str(port), *flags],
         stdout=said,
         stderr=said,
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **threads},

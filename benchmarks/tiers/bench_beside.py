@@ -1,12 +1,15 @@
 """What tiers cost requests that gain nothing by them: steps beside loads, and prompts of one use.
 
-    python -m benchmarks.tiers.bench_beside --rounds 8
+    python -m benchmarks.tiers.bench_beside --rounds 4 --minutes 0
+    python -m benchmarks.tiers.bench_beside --rounds 0 --minutes 7
 
 *Beside loads*: some sequences decode, and meanwhile prompts come whose blocks lie in a tier. The
 twin engine has no tier and gets no such prompts: its steps are as long as they can be. Steps that
 compute a prompt's last tokens are left out; what is left is decoding, beside loads or not.
 *Of one use*: prompts none of which begins like another one, with a tier that may store them and
-without; requests a second.
+without. Engines take turns, prompt by prompt, in an order that changes: seconds until all tokens
+are there, and seconds of the processor in all threads until all that goes out is stored. The
+first prompts stand by themselves: with them the engine learns that nothing recurs.
 """
 
 import os
@@ -29,10 +32,13 @@ from quire.models.loader import LoadedModel, load
 SEED = 1234
 MODEL = Path(tempfile.gettempdir()) / "quire-bench-model"
 DECODING, PROMPT_TOKENS, LONG_TOKENS = 8, 64, 1024
+ONE_USE_TOKENS, ONE_USE_OUTPUT = 256, 8
+LEARNING = 20  # prompts
 
 
 def main(
-    rounds: int = 8,
+    rounds: Annotated[int, typer.Option(help="Of steps beside loads.")] = 4,
+    minutes: Annotated[float, typer.Option(help="Of prompts of one use.")] = 7,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
     model: Annotated[Path, typer.Option(help="Its folder; made if it is not there.")] = MODEL,
     tier: Annotated[str, typer.Option(help="memory, or file.")] = "file",
@@ -42,8 +48,10 @@ def main(
     loaded, rng = load(make(model)), random.Random(SEED)
     with tempfile.TemporaryDirectory() as folder:
         where = "memory:?size=2GiB" if tier == "memory" else f"file:{folder}/blocks?size=8GiB"
-        _beside_loads(loaded, rng, where, rounds)
-        _of_one_use(loaded, rng, where, rounds)
+        if rounds:
+            _beside_loads(loaded, rng, where, rounds)
+        if minutes:
+            _of_one_use(loaded, rng, where, minutes)
 
 
 def _engine(loaded: LoadedModel, **options: Any) -> LLM:
@@ -125,34 +133,62 @@ def _ratio(own: list[float], twin: list[float], share: float) -> str:
     return f"{a * 1e3:.1f} ms / {b * 1e3:.1f} ms = {a / b:.3f}"
 
 
-def _of_one_use(loaded: LoadedModel, rng: random.Random, where: str, rounds: int) -> None:
+def _all_is_stored(llm: LLM) -> bool:
+    offload, report = llm.engine.scheduler.offload, llm.tiers
+    assert offload is not None
+    assert report is not None
+    [tier] = report.tiers
+    # The model has one group: a block is one record.
+    return not offload.has_more and tier.num_stored + tier.num_dropped >= (
+        report.counts.stored_blocks
+    )
+
+
+def _of_one_use(loaded: LoadedModel, rng: random.Random, where: str, minutes: float) -> None:
     engines = {
         "tier": _engine(loaded, kv_tier=(where,)),
         "without": _engine(loaded),
         "without again": _engine(loaded),
     }
-    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(1 + rounds):
-        prompts = [_prompt(rng, loaded, 256) for _ in range(8)]
-        order = list(engines)
-        for name in order[number % 3 :] + order[: number % 3]:
-            begun_s = time.perf_counter()
-            engines[name].generate(prompts, params)
-            if number:
-                seconds[name].append(time.perf_counter() - begun_s)
     offload = engines["tier"].engine.scheduler.offload
     assert offload is not None
-    print(
-        f"of one use: {rounds} rounds of 8 prompts of 256 tokens, {offload.counts.stored_blocks} "
-        f"blocks stored of {(1 + rounds) * 8 * 256 // 16}"
-    )
-    for name in ("tier", "without again"):
-        ratios = [b / a for a, b in zip(seconds[name], seconds["without"], strict=True)]
+    params = SamplingParams(max_tokens=ONE_USE_OUTPUT, temperature=0, ignore_eos=True)
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+    stored = list[int]()  # blocks, after each prompt
+    for llm in engines.values():
+        llm.generate([_prompt(rng, loaded, ONE_USE_TOKENS)], params)  # makes what is made once
+    stop_s = time.monotonic() + 60 * minutes
+    while time.monotonic() < stop_s:
+        prompt, order = _prompt(rng, loaded, ONE_USE_TOKENS), list(engines)
+        rng.shuffle(order)
+        for name in order:
+            begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
+            engines[name].generate([prompt], params)
+            took_s = time.perf_counter() - begun_s
+            while name == "tier" and not _all_is_stored(engines[name]):
+                time.sleep(0.01)
+            taken[name].append((took_s, time.process_time() - begun_cpu_s))
+        stored.append(offload.counts.stored_blocks)
+    print(f"of one use: {len(stored)} prompts of {ONE_USE_TOKENS} tokens")
+    for label, part in (("first", slice(LEARNING)), ("others", slice(LEARNING, None))):
+        blocks = stored[part]
+        if not blocks:
+            continue
+        before = stored[LEARNING - 1] if part.start else 0
         print(
-            f"  {name:14} throughput × without: median {statistics.median(ratios):.3f} "
-            f"({min(ratios):.3f} … {max(ratios):.3f})"
+            f"  {label} {len(blocks)}: {blocks[-1] - before} of "
+            f"{len(blocks) * (ONE_USE_TOKENS // 16)} blocks of prompts stored"
         )
+        for name in ("tier", "without again"):
+            for what, at in (("clock", 0), ("processor", 1)):
+                own, twin = ([each[at] for each in taken[x][part]] for x in (name, "without"))
+                ratios = sorted(b / a for a, b in zip(own, twin, strict=True))
+                low, high = (ratios[int(share * (len(ratios) - 1))] for share in (0.25, 0.75))
+                print(
+                    f"    {name:14} throughput × without, by the {what:9}: median "
+                    f"{statistics.median(ratios):.3f}, quartiles {low:.3f} … {high:.3f}, "
+                    f"of sums {sum(twin) / sum(own):.3f}"
+                )
     for llm in engines.values():
         llm.close()
 

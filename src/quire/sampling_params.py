@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -187,6 +187,13 @@ class SamplingParams:
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how it is pickled: a bias that cannot be changed cannot be pickled either."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        if self.logit_bias is not None:
+            given["logit_bias"] = dict(self.logit_bias)
+        return _made_of, (given,)
+
     def _limits(self) -> dict[str, tuple[bool, str]]:
         """Return for each parameter whether it is within its limit, and the limit in words."""
         strings = "a string or several, none of them empty"
@@ -230,6 +237,10 @@ class SamplingParams:
                 "StructuredOutputsParams, or None",
             ),
         }
+
+
+def _made_of(given: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

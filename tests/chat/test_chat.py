@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from chat.answers import TOOLS, hermes, pieces
 from chat.families import CHATML, DEEPSEEK, FAMILIES, LLAMA3, MISTRAL, tokenizer
+from conformance.covering import examples
 from engine.test_llm import demo
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.chat.conversation import Chat, ChatInput
@@ -99,7 +100,7 @@ PARTS = st.lists(
 
 @pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
 @pytest.mark.parametrize("template", ["x", "x<think>\n"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(parts=PARTS, cuts=cuts)
 def test_what_is_reasoning_does_not_depend_on_the_cuts(
     parser: str, template: str, parts: list[str], cuts: list[int]

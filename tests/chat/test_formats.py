@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chat.answers import CASES, TOOLS, Case, pieces
+from conformance.covering import examples
 from quire.chat.conversation import ChatPrompt, Reader
 from quire.chat.output_events import (
     ArgumentsDelta,
@@ -387,7 +388,7 @@ def test_only_one_call_where_only_one_may_come(case: Case) -> None:
         assert made.is_full
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25, of=60), deadline=None)
 @given(calls=calls_of_both, cuts=cuts)
 def test_required_calls(calls: Any, cuts: list[int]) -> None:
     text = json.dumps([{"name": name, "parameters": given} for name, given in calls])
@@ -396,7 +397,7 @@ def test_required_calls(calls: Any, cuts: list[int]) -> None:
     assert found.content is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25, of=60), deadline=None)
 @given(given=arguments, cuts=cuts, end=st.integers(0, 10**6))
 def test_a_named_call(given: dict[str, Any], cuts: list[int], end: int) -> None:
     text = json.dumps(given)
@@ -413,7 +414,7 @@ def test_a_named_call(given: dict[str, Any], cuts: list[int], end: int) -> None:
         assert made.num_calls == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25, of=60), deadline=None)
 @given(calls=calls_of_both, cuts=cuts, end=st.integers(0, 10**6), cut=st.booleans())
 def test_required_calls_that_break_off(calls: Any, cuts: list[int], end: int, cut: bool) -> None:
     text = json.dumps([{"name": name, "parameters": given} for name, given in calls])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from chat.answers import TOOLS, pieces
 from chat.families import GPT_OSS, LLAMA3, tokenizer
+from conformance.covering import examples
 from quire.chat.conversation import Chat, ChatInput, ChatPrompt
 from quire.chat.harmony import HARMONY
 from quire.chat.output_events import Reply, reply
@@ -140,7 +141,7 @@ PARTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, of=300), deadline=None)
 @given(parts=PARTS, cuts=st.lists(st.integers(0, 10**6), max_size=8))
 def test_no_mark_is_text_in_whatever_order_they_come(parts: list[str], cuts: list[int]) -> None:
     text, made = "".join(parts), chat().reader(asked("auto"))

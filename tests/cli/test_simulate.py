@@ -49,6 +49,43 @@ def test_a_table_says_where_the_speed_is_from(trace: Path) -> None:
         assert word in said
 
 
+TIERED = (
+    *("--model", "Llama-3.1-8B", "--kv-cache-memory-bytes", "128MiB", "--max-model-len", "768"),
+    *("--kv-tier", "memory:?size=1GiB", "--kv-tier", "file:/kv", "--kv-tier-write", "always"),
+    *("--tier-speed", "memory=25,25", "--tier-speed", "file=6,3,0.1"),
+)
+
+
+def test_tiers_behind_the_memory(trace: Path, tmp_path: Path) -> None:
+    """In the table, as JSON, and on the page: what they hold, found, saved and wasted."""
+    rows = (
+        {"timestamp": 200 * i, "input_length": 600, "output_length": 20, "hash_ids": [i % 4, 9]}
+        for i in range(16)
+    )  # of which the memory holds one
+    trace.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    page = tmp_path / "page.html"
+    table = " ".join(run(trace, *TIERED, "--report", page).split())
+    for words in (
+        *("that came in time", "seconds of computing saved", "tokens loaded for nothing"),
+        *("memory: holds", "file:/kv: holds", "25 GB/s read", "of each replica"),
+    ):
+        assert words in table
+    html = page.read_text(encoding="utf-8")
+    for words in ("Tiers: blocks outside the KV memory", "file:/kv", "loads too late"):
+        assert words in html
+    (variant,) = json.loads(run(trace, *TIERED, "--json"))["variants"]
+    tiers = variant["tiers"]
+    assert tiers["hit_tokens"] == sum(tier["hit_tokens"] for tier in tiers["tiers"]) > 0
+    assert tiers["saved_s"] > 0
+    assert "Tiers:" not in _page_without(trace, tmp_path)
+
+
+def _page_without(trace: Path, tmp_path: Path) -> str:
+    page = tmp_path / "without.html"
+    run(trace, "--report", page)
+    return page.read_text(encoding="utf-8")
+
+
 def test_requests_and_memory_for_perfetto(trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "events.json"
     run(trace, "--replicas", "2", "--chrome-trace", path)
@@ -78,6 +115,10 @@ def test_traffic_that_comes_faster_waits_longer(trace: Path) -> None:
         (["--device", "abacus"], "abacus"),
         (["--calibration", "nowhere.json"], "nowhere.json cannot be read"),
         (["--cache", "paged,stacked"], "stacked"),
+        (["--kv-tier", "memory:"], "needs a size"),
+        (["--tier-speed", "file=6,3"], "no kv_tier is of the kind 'file': there is none"),
+        (["--kv-tier", "file:/kv", "--tier-speed", "file=6"], "file=6,3 or redis=1,1,0.5"),
+        (["--kv-tier", "file:/kv", "--cache", "growing"], "use cache=paged"),
         (["--cache", "paged,virtual", "--chrome-trace", "x.json"], "one simulation"),
     ],
 )

@@ -29,6 +29,8 @@ PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "instructor": ("instructor==1.17.0",),
         "pydantic-ai": ("pydantic-ai-slim[openai,anthropic]==2.68.0",),
         "openai-agents": ("openai-agents==0.24.0",),
+        "kubernetes": ("kubernetes-validate==1.37.0",),  # the schemas of its manifests
+        "vllm-router": ("vllm-router==0.1.17",),
     }
 )
 NODE = "node"

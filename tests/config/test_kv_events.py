@@ -32,6 +32,7 @@ def test_fields_and_defaults_are_vllms_but_for_the_address() -> None:
         "hwm": 100_000,
         "max_queue_size": 100_000,
         "topic": "",
+        "name_key": None,  # our own
     }
 
 
@@ -67,7 +68,7 @@ def test_an_endpoint_is_bound_here_or_connected_to(
         (
             {"enabled": True},
             "kv_events_config: unknown 'enabled'; known: buffer_steps, enable_kv_cache_events, "
-            "endpoint, hwm, max_queue_size, publisher, replay_endpoint, topic",
+            "endpoint, hwm, max_queue_size, name_key, publisher, replay_endpoint, topic",
         ),
         ({"endpont": "x"}, "kv_events_config: unknown 'endpont'; did you mean 'endpoint'?"),
         ({"enable_kv_cache_events": 1}, "enable_kv_cache_events=1 must be true or false"),

@@ -26,7 +26,7 @@ def test_what_vllm_calls_offloading_is_tiers() -> None:
     given = {**VLLMS, "kv_connector_extra_config": extra}
     config = EngineConfig.from_options(kv_transfer_config=json.dumps(given))
     assert [str(each) for each in config.tiers] == ["memory:", "file:/var/cache/with%20space"]
-    assert tier_bytes(config, []) == 2**30 + staging_bytes([], 16)
+    assert tier_bytes(config, []) == 2**30 + staging_bytes([], 16, 512)
     assert not config.kv_transfer_config.is_own
     with pytest.raises(ConfigError, match="kv_offloading_size"):
         EngineConfig(kv_transfer_config=given, kv_offloading_size=2**30)
@@ -34,9 +34,9 @@ def test_what_vllm_calls_offloading_is_tiers() -> None:
 
 def test_memory_for_leases_is_counted() -> None:
     config = EngineConfig(kv_transfer_config=own(listen="unix:/run/peer", size="2GiB"))
-    assert tier_bytes(config, []) == 2**31 + staging_bytes([], 16)
+    assert tier_bytes(config, []) == 2**31 + staging_bytes([], 16, 512)
     config = EngineConfig(kv_transfer_config=own("kv_consumer", peers=["unix:/run/peer"]))
-    assert tier_bytes(config, []) == staging_bytes([], 16)
+    assert tier_bytes(config, []) == staging_bytes([], 16, 512)
 
 
 def test_roles() -> None:
@@ -73,6 +73,9 @@ def test_roles() -> None:
         (own(listen="here"), "listen: 'here' is no address"),
         (own(lease_s=0), "lease_s=0 must be above 0"),
         (own(lease_s=True), "lease_s"),
+        (own(wait_s=-1), "wait_s=-1 must be from 0 to 3600 seconds"),
+        (own(wait_s=float("nan")), "wait_s=nan"),
+        (own(wait_s="9"), "wait_s='9'"),
         (own(size=0), "size"),
         (own(size="much"), "size: 'much' is not a size"),
         (own(drain_to="unix:/c", peers=["unix:/b"]), "must be one of peers"),

@@ -4,6 +4,7 @@ Greedy, and the same on every machine: a row is the one of some random candidate
 pairs that are still missing.
 """
 
+import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 Row = dict[str, Any]
+_RUNS_ALL = "QUIRE_TESTS_RUN_ALL"
 
 
 def cover(factors: Mapping[str, Sequence[Any]], *, fixed: Sequence[str] = ()) -> list[Row]:
@@ -72,6 +74,19 @@ def in_turn(
 def only(values: Iterable[Any], *kept: Any) -> list[Any]:
     """Values, for ``parametrize``: those that are ``kept`` run, the others are ``full``."""
     return [pytest.param(v, marks=[] if v in kept else pytest.mark.full) for v in values]
+
+
+def examples(num: int, *, of: int) -> int:
+    """So many of a property's examples run, and ``of`` them where tests marked ``full`` do."""
+    return of if _RUNS_ALL in os.environ else num
+
+
+def run_all(asked: bool) -> None:
+    """Say whether all of them run, before tests are imported."""
+    if asked:
+        os.environ[_RUNS_ALL] = "1"
+    else:
+        os.environ.pop(_RUNS_ALL, None)
 
 
 def beyond_samples(items: Iterable[pytest.Item]) -> list[pytest.Item]:

@@ -131,6 +131,7 @@ def test_addresses_never_move(provider: MemoryProvider) -> None:
     assert address % page == 0
 
 
+@pytest.mark.sampled(26)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_reach_the_whole_region(
     provider: MemoryProvider, resident: Resident, dtype: torch.dtype

@@ -6,7 +6,7 @@ A region's bytes are written and read where they are shown; the system is asked 
 import gc
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,15 +16,6 @@ from quire.errors import MemoryUnavailable
 from quire.memory import MemoryProvider, Region, Window
 
 pytestmark = pytest.mark.device(default=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """What was there before this module need not be walked through time and again."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(params=SHARING_CASES)

@@ -31,10 +31,13 @@ from quire.engine.cache_lock import CacheLock
 from quire.engine.core import Engine
 from quire.engine.elastic import Elastic
 from quire.engine.kv_cache import KVCache
-from quire.engine.offloading import BlockCopies, Staging, ThreadedCarrier, record_formats
+from quire.engine.offloading.block_copies import BlockCopies, record_formats
+from quire.engine.offloading.carrier import ThreadedCarrier
+from quire.engine.offloading.staging import Staging
 from quire.engine.sampling import LogitsSampler
 from quire.engine.scheduler import Drafts, Scheduler, SchedulerLimits
-from quire.engine.scheduling.offload_policy import LoadJob, OffloadPolicy
+from quire.engine.scheduling.block_carrier import LoadJob
+from quire.engine.scheduling.offload_policy import OffloadPolicy
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.scheduling.step_costs import Costs
 from quire.engine.scheduling.swap_space import SwapSpace
@@ -278,12 +281,11 @@ class Carrier(ThreadedCarrier):
             )
             for number in range(draw.randint(1, 2))
         ]
-        staging = Staging(draw.choice([2, 8, 100]) * sum(form.num_bytes for form in formats))
-        copies = BlockCopies(kv)
-        super().__init__(accounting.groups, size, copies, tiers, staging, has_threads=False)
+        sizes = [form.num_bytes for form in formats]
+        staging = Staging(draw.choice([2, 8, 100]) * sum(sizes), sizes)
+        super().__init__(accounting.groups, size, BlockCopies(kv), tiers, staging)
 
-    @property
-    def load_s_per_block(self) -> float:
+    def load_s(self, num_blocks: int) -> float:
         return 0.0
 
     @property
@@ -306,8 +308,8 @@ class Carrier(ThreadedCarrier):
         self._stage.time_s += seconds / 10
 
     def close(self) -> None:
-        while not (self._to_load.empty() and self._to_store.empty()):
-            self.work()
+        while self.work():
+            pass
         super().close()
 
 
@@ -548,11 +550,11 @@ class World:
         staging = self.carrier.staging
         for job in self.carrier.loaded():  # whose sequence has ended meanwhile
             self.carrier.release(job)
-        while not self.carrier._to_store.empty():
-            self.carrier.work()
+        while self.carrier.work():
+            pass
         assert staging.free_bytes == staging.capacity_bytes, "staging memory is lost"
         assert not offload._jobs, "a job outlives its sequence"
-        assert not self.carrier._dropping, "what is to be dropped was not"
+        assert not self.carrier._forgetting._chains, "what is to be dropped was not"
         assert self.attic is not None
         self.attic.num_hit_tokens += offload.counts.hit_tokens
         for tier in self.carrier.tiers:

@@ -308,7 +308,9 @@ def test_tokenizing_holds_up_neither_the_loop_nor_the_steps() -> None:
 
     async def main() -> None:
         async with AsyncLLM(demo()) as llm:
-            tokenizer = llm.llm.tokenizer = SlowTokenizer(llm.llm.tokenizer)
+            maker = llm.llm._maker
+            tokenizer = SlowTokenizer(maker.facts.tokenizer)
+            maker.facts = replace(maker.facts, tokenizer=tokenizer)
             running = llm.generate("def a():", params)
             await anext(running)
             slow = asyncio.create_task(llm.complete("slow", params, request_id="slow"))

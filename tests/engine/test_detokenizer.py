@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from conformance.covering import examples
 from quire.engine.detokenizer import Detokenizer
 from quire.engine.outputs import Listener, TextDelta
 from quire.engine.sequence import Request, Sequence
@@ -89,21 +90,21 @@ def cut_at_first_stop(text: str, stop: tuple[str, ...]) -> str:
 @example(text=FAMILY * 2, flush=False)
 @example(text="a" + REPLACEMENT + "b", flush=False)
 @example(text=REPLACEMENT * 3, flush=True)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(50, of=150))
 def test_pieces_add_up_to_the_text(text: str, flush: bool) -> None:
     assert "".join(pieces(tokenizer().encode(text), flush=flush)) == text
 
 
 @given(text=any_text)
 @example(text=FAMILY)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(50, of=150))
 def test_no_piece_shows_half_a_character(text: str) -> None:
     for piece in pieces(tokenizer().encode(text))[:-1]:
         assert REPLACEMENT not in piece or REPLACEMENT in text
 
 
 @given(ids=st.lists(st.integers(1, 329), max_size=25), flush=st.booleans())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(50, of=150))
 def test_any_tokens_at_all_add_up_to_their_text(ids: list[int], flush: bool) -> None:
     """A model may write bytes that are no text: then the replacement character is the text."""
     assert "".join(pieces(ids, flush=flush)) == tokenizer().decode(ids, skip_special_tokens=True)
@@ -139,7 +140,7 @@ def text_and_stops(draw: st.DrawFn) -> tuple[str, tuple[str, ...]]:
 @example(case=("abcd", ("abcd", "bc")), flush=False)
 @example(case=("xaab", ("aab",)), flush=False)
 @example(case=(FAMILY + "a", ("\u200d",)), flush=False)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(100, of=300))
 def test_a_stop_string_never_leaks(case: tuple[str, tuple[str, ...]], flush: bool) -> None:
     text, stop = case
     shown = "".join(pieces(tokenizer().encode(text), stop=stop, flush=flush))
@@ -148,7 +149,7 @@ def test_a_stop_string_never_leaks(case: tuple[str, tuple[str, ...]], flush: boo
 
 
 @given(text=any_text)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(40, of=100))
 def test_only_what_could_begin_a_stop_string_is_held_back(text: str) -> None:
     stop = ("abab",)
     detokenizer, shown = made(stop=stop), ""
@@ -173,7 +174,7 @@ def test_nothing_comes_after_the_stop_string() -> None:
 
 
 @given(case=text_and_stops(), flush=st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=examples(40, of=100))
 def test_a_stop_string_can_be_part_of_the_text(
     case: tuple[str, tuple[str, ...]], flush: bool
 ) -> None:
@@ -188,7 +189,7 @@ def test_a_stop_string_can_be_part_of_the_text(
 
 
 @given(case=text_and_stops(), min_tokens=st.integers(0, 12))
-@settings(max_examples=200)
+@settings(max_examples=examples(70, of=200))
 def test_before_min_tokens_no_stop_string_counts(
     case: tuple[str, tuple[str, ...]], min_tokens: int
 ) -> None:
@@ -219,7 +220,7 @@ SOME_BYTES = (b"a", b"\xff", b"\xe8", b"\x89", "色".encode(), "👍".encode())
 @given(data=st.lists(st.sampled_from(SOME_BYTES)))
 @example(data=["👍".encode()] * 5 + [b"\xf0\x9f"] * 9)
 @example(data=[b"\xff"] * 40)
-@settings(max_examples=200)
+@settings(max_examples=examples(70, of=200))
 def test_bytes_that_are_no_text_read_as_in_one_piece(data: list[bytes]) -> None:
     ids = list(b"".join(data))
     assert "".join(pieces(ids, codec=OneByteEach())) == bytes(ids).decode(errors="replace")

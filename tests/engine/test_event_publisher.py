@@ -515,3 +515,32 @@ def test_an_engine_that_cannot_be_made_gives_its_addresses_back() -> None:
         assert llm.kv_events.endpoint == address
         with pytest.raises(ConfigError, match="cannot be bound"):
             LLM(model_of("llama"), kv_events_config=config)
+
+
+def test_engines_with_one_secret_name_a_tenants_blocks_alike(tmp_path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 16)
+    named, tokens = [], list(span(90_000, 90_000 + SIZE))
+    for options in ({"name_key": str(secret)}, {"name_key": str(secret)}, {}):
+        with world(**options) as own:
+            subscriber = own.subscriber()
+            own.heard(subscriber)
+            own.cache.start(10**6, tokens, keys=PrefixKeys(tenant="ann"))
+            own.cache.free(10**6)
+            own.publisher.take_from(own.kv)
+            found: list[Any] = []
+            while not found:
+                assert subscriber.poll(PATIENCE_MS)
+                events = read(subscriber)[2].events
+                found = [event.block_hashes for event in events if event.token_ids == tokens]
+            named.append(found[-1])
+    assert named[0] == named[1] != named[2]
+
+
+@pytest.mark.parametrize("secret", [None, b"short", b"l" * 5000])
+def test_a_secret_that_is_none_is_refused(tmp_path, secret) -> None:
+    path = tmp_path / "secret"
+    if secret is not None:
+        path.write_bytes(secret)
+    with pytest.raises(ConfigError, match="kv_events_config: name_key"):
+        EventPublisher(KVEventsConfig(**HERE, name_key=str(path))).open()

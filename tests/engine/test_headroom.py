@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.covering import only
+from conformance.covering import examples, only
 from engine.scheduler_machine import Watch
 from engine.test_progress import FULL, added, five, request, watch
 from quire.engine.scheduler import Scheduler, SchedulerLimits
@@ -83,7 +83,7 @@ sequences = st.tuples(st.integers(1, 40), st.integers(0, 30), st.integers(1, 60)
 
 
 @given(sizes=st.lists(sequences, min_size=1, max_size=6))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(50, of=150))
 def test_where_ends_are_known_the_peak_is_exact(sizes: list[tuple[int, int, int]]) -> None:
     known = OutputLengths().survival(*NONE_RUNNING)
     several = prospects(sizes, sure=True)
@@ -99,7 +99,7 @@ def test_where_ends_are_known_the_peak_is_exact(sizes: list[tuple[int, int, int]
     more=st.lists(sequences, min_size=1, max_size=4),
     sure=st.booleans(),
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(40, of=100))
 def test_newcomers_beside_others_need_what_all_of_them_need(
     sizes: list[tuple[int, int, int]], more: list[tuple[int, int, int]], sure: bool
 ) -> None:

@@ -1,12 +1,13 @@
 """Blocks that leave the pool and come back: the same texts, whatever a tier does meanwhile."""
 
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from engine.test_llm import ids, model_of, prompts
 from kv.caches import sliding
 from models.test_recurrent import HYBRIDS
 from quire import LLM, SamplingParams
-from quire.engine.scheduling.offload_policy import OffloadPolicy, columns_read
+from quire.engine.scheduling.block_carrier import columns_read
+from quire.engine.scheduling.offload_policy import OffloadPolicy
 from quire.errors import ConfigError, RequestError
 from quire.kv.interface import ExternalBlocks
 from quire.spec import Group
@@ -165,7 +167,7 @@ def test_what_waits_to_be_stored_goes_out_while_the_engine_is_idle_and_when_it_e
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two blocks are on the way out, and one step leaves most of them behind.
-    monkeypatch.setattr("quire.engine.offloading.staging_bytes", lambda *_: 5 * 2**14)
+    monkeypatch.setattr("quire.engine.open_tiers.staging_bytes", lambda *_: 5 * 2**14)
     one = SamplingParams(max_tokens=1, temperature=0)
     with made(kv_tier=("kept:",)) as llm:
         llm.generate(prompts(LENGTHS), one)
@@ -225,12 +227,14 @@ def shared(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
 
 
 def test_what_cannot_be_is_refused_in_words(kept: Kept, tmp_path: Path) -> None:
-    key = tmp_path / "key"
+    key, long_key = tmp_path / "key", tmp_path / "long key"
     key.write_bytes(b"short")
+    long_key.write_bytes(bytes(4097))
     for options, said in (
         (dict(cache="growing"), "cache=growing"),
         (dict(enable_prefix_caching=False), "enable_prefix_caching"),
         (dict(kv_tier_key=str(key)), "at least 32"),
+        (dict(kv_tier_key=str(long_key)), "more than 4,096 bytes"),
         (dict(kv_tier_key=str(tmp_path / "none")), "No such file"),
         (dict(kv_tier=("attic:x",)), "'attic' is no tier"),
         (dict(kv_tier=("/var/cache",)), "has no kind"),
@@ -282,8 +286,9 @@ def ask_a_faulty_tier(
 ) -> Counter[str]:
     """Have an engine answer prompts again and again. Returns: the faults that its tier had."""
     patch.setattr("quire.engine.scheduling.offload_policy._LONGEST_WAIT_S", 0.05)
-    patch.setattr("quire.engine.offloading._STORE_S", 0.05)
-    patch.setattr("quire.engine.offloading._DROP_AGAIN_S", 0.0)
+    patch.setattr("quire.engine.offloading.storing._STORE_S", 0.05)
+    patch.setattr("quire.engine.offloading.forgetting._DROP_S", 0.05)
+    patch.setattr("quire.engine.offloading.forgetting._DROP_AGAIN_S", 0.0)
     patch.setattr("quire.tiers.guard._LONGEST_BREAK_S", 0.0)
     draw = random.Random(seed)
     with made() as llm:
@@ -339,7 +344,7 @@ def test_thousands_of_texts_are_the_same_whatever_a_tier_does(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Attic:
     """Nothing waits for the clock of this machine; a world has its own."""
-    monkeypatch.setattr("quire.engine.offloading._DROP_AGAIN_S", 0)
+    monkeypatch.setattr("quire.engine.offloading.forgetting._DROP_AGAIN_S", 0)
     monkeypatch.setattr("quire.engine.scheduling.offload_policy._LONGEST_WAIT_S", 1e9)
     return Attic()
 
@@ -357,6 +362,61 @@ def test_a_thousand_engines_read_what_was_written(quick: Attic) -> None:
         replay(seed, quick)
     assert quick.num_hit_tokens > 5000
     assert quick.num_bad > 10
+
+
+@pytest.mark.parametrize(("forgotten", "left"), [("second block", 1), ("all", 0)])
+def test_what_is_being_forgotten_is_not_found(forgotten: str, left: int, kept: Kept) -> None:
+    """Neither before each tier has forgotten it nor after."""
+    with made(kv_tier=("kept:",)) as llm:
+        texts(llm, LENGTHS[:1])
+        until(lambda: not offload(llm).has_more)
+        carrier: Any = offload(llm)._carrier
+        load, jobs = carrier.load, list[Any]()
+        carrier.load = lambda job, wait_s: jobs.append(job) or False
+        llm.reset_prefix_cache()
+        texts(llm, LENGTHS[:1])
+        job, hold = jobs[0], threading.Event()
+
+        def num_found() -> int:
+            assert load(job, 10)
+            until(lambda: carrier._done)
+            carrier.release(*carrier.loaded())
+            return int(job.end - job.first)
+
+        assert num_found() == len(job.blocks) > 1
+        carrier._storing.put(hold.wait)
+        if forgotten == "all":
+            carrier.clear()
+        else:
+            carrier.drop([job.blocks[1]])
+        assert num_found() == left
+        hold.set()
+        carrier.wait_until_stored(10)
+        assert num_found() == left
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_what_comes_from_a_far_tier_goes_to_the_nearer_one_unless_it_is_wrong(
+    is_wrong: bool, kept: Kept
+) -> None:
+    with made(kv_tier=("kept:",)) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+    with made(kv_tier=("memory:?size=8MiB", "kept:")) as llm:
+        carrier: Any = offload(llm)._carrier
+        release = carrier.release
+
+        def judged(job: Any) -> None:
+            job.is_wrong = is_wrong
+            release(job)
+
+        carrier.release = judged
+        offload(llm).store = lambda **_: None  # type: ignore[method-assign]
+        texts(llm)
+        carrier.wait_until_stored(10)
+        near, far = carrier.report()
+        assert far.hit_tokens > 0
+        assert (near.num_records or 0) == (0 if is_wrong else far.num_loaded)
 
 
 # -- what is seen of tiers -------------------------------------------------------------------------
@@ -448,8 +508,70 @@ def test_what_is_on_its_way_from_tiers_is_forgotten_too(kept: Kept) -> None:
         while llm.step():
             pass
         assert offload(llm).counts.hit_tokens == 0
-        assert offload(llm).counts.wasted_tokens > 0
+        assert offload(llm).counts.wasted_tokens == offload(llm).counts.late_tokens > 0
         llm.engine.scheduler.check()
+
+
+def test_what_is_loaded_and_evicted_before_a_request_has_it_is_waste(kept: Kept) -> None:
+    """A request ends when its blocks have come, and the next ones need their room."""
+    with made(kv_tier=("kept:",), kv_cache_memory_bytes=256 * 1024) as llm:
+        texts(llm)
+        until(lambda: not offload(llm).has_more)
+        carrier: Any = offload(llm)._carrier
+
+        def is_done() -> bool:
+            return bool(carrier._done)
+
+        for waste in (True, False):
+            # A reset loses what is left of those that no request has had.
+            before = offload(llm).counts.evicted_tokens + 16 * len(offload(llm)._unread)
+            assert llm.reset_prefix_cache()
+            (sequence,) = llm.start(llm.request(prompts(LENGTHS)[0], GREEDY), lambda _: None)
+            llm.engine.scheduler.plan()
+            until(is_done)
+            loaded = -offload(llm).counts.hit_tokens
+            offload(llm).bring(llm.engine._carry_out, step_s=None)
+            loaded += offload(llm).counts.hit_tokens
+            if waste:
+                llm.engine.finish(sequence, "abort")
+            while llm.step():
+                pass
+            for prompt in prompts(LENGTHS)[1:]:  # alone, so that none of these is evicted first
+                llm.generate([prompt], GREEDY)
+            evicted = offload(llm).counts.evicted_tokens - before
+            assert evicted + 16 * len(offload(llm)._unread) == waste * loaded
+            assert (evicted > 0) is waste
+            assert loaded > 0
+        assert offload(llm).counts.late_tokens == 0
+        llm.engine.scheduler.check()
+
+
+def test_what_comes_when_no_request_waits_any_more_is_waste(kept: Kept) -> None:
+    with made(kv_tier=("kept:",)) as llm:
+        texts(llm, LENGTHS[:1])
+        until(lambda: not offload(llm).has_more)
+        (tier,) = kept.tiers.values()
+        load, entered, go_on = tier.load, threading.Event(), threading.Event()
+
+        def slow(*several: Any) -> int:
+            entered.set()
+            assert go_on.wait(20)
+            return load(*several)
+
+        tier.load = slow  # type: ignore[method-assign]
+        assert llm.reset_prefix_cache()
+        (sequence,) = llm.start(llm.request(prompts(LENGTHS)[0], GREEDY), lambda _: None)
+        llm.engine.scheduler.plan()
+        assert entered.wait(20)
+        llm.engine.finish(sequence, "abort")
+        counts, carrier = offload(llm).counts, cast(Any, offload(llm)._carrier)
+        assert (counts.num_late, counts.late_tokens) == (1, 0)
+        go_on.set()
+        until(lambda: carrier._done)
+        offload(llm).bring(llm.engine._carry_out, step_s=None)
+        assert (counts.num_late, counts.late_tokens) == (1, 96)
+        assert carrier.staging.free_bytes == carrier.staging.capacity_bytes
+        tier.load = load  # type: ignore[method-assign]
 
 
 def test_a_tier_that_cannot_forget_is_named(kept: Kept) -> None:

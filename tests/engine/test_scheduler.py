@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from conformance.covering import examples
 from engine.scheduler_machine import EOS, HEADROOM, PRICES, Watch
 from quire.engine.scheduler import Scheduler, SchedulerLimits
 from quire.engine.scheduling.step_costs import Costs, Prices
@@ -192,7 +193,7 @@ class Run(Watch):
 
 
 @given(workload=workloads)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(50, of=150))
 @example(
     # Alone near the ceiling: the copy into a larger buffer does not fit, begun anew it does.
     workload=Workload(

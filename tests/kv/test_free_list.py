@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from conformance.covering import examples
 from kv.caches import FULL, SIZE, STATE, Cache, sliding, span
 from quire.kv import Release
 from quire.kv.block_pool import FreeList
@@ -149,7 +150,9 @@ class VacanciesMachine(RuleBasedStateMachine):
 
 
 TestVacancies = VacanciesMachine.TestCase
-TestVacancies.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestVacancies.settings = settings(
+    max_examples=examples(40, of=80), stateful_step_count=30, deadline=None
+)
 
 
 # -- sequences -----------------------------------------------------------------------------------

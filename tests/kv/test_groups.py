@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.covering import examples
 from kv.caches import (
     BLOCK_BYTES,
     FULL,
@@ -81,7 +82,7 @@ KINDS = [FULL, LATENT, sliding(1), sliding(2), sliding(5), sliding(9), chunked(8
     gone=st.lists(st.sets(st.integers(0, NUM_BLOCKS - 1)), min_size=3, max_size=3),
     length=st.integers(2, len(PROMPT)),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, of=150), deadline=None)
 def test_the_longest_common_hit(specs: list[LayerSpec], gone: list[set[int]], length: int) -> None:
     """vLLM: whichever blocks are evicted in whichever groups, the hit is the longest that all
     groups can serve. Against brute force over all block ends and the prompt's own end."""

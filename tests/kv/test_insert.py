@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.covering import examples
 from kv.caches import FULL, SIZE, STATE, Cache, chunked, ids, sliding, span
 from quire.kv import FITS
 from quire.kv.prefix_index import PrefixKeys
@@ -59,7 +60,7 @@ class TestBring:
         found = cache.lookup(span(0, 3 * SIZE + 1), PrefixKeys(salt="a"))
         assert found.num_tokens == 3 * SIZE
 
-    @settings(max_examples=60)
+    @settings(max_examples=examples(20, of=60))
     @given(data=st.data())
     def test_any_series_reads_what_belongs_there(self, kind: str, data: st.DataObject) -> None:
         cache = Cache(*KINDS[kind], num_blocks=data.draw(st.integers(6, 40)))

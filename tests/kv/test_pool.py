@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from conformance.covering import examples
 from kv.caches import policy_pool
 from quire.kv.block_pool import NO_NODE, BlockPool
 from quire.kv.eviction import lru
@@ -294,7 +295,9 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(
+    max_examples=examples(30, of=60), stateful_step_count=30, deadline=None
+)
 
 
 @pytest.mark.parametrize("granule", [1, 2, 4])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.covering import examples
 from quire.kv.prefix_index import NO_BLOCK, BlockRemoved, BlockStored, Extra, PrefixIndex
 
 SIZE = 4
@@ -244,7 +245,7 @@ def common(one: list[int], other: list[int]) -> int:
     st.lists(st.tuples(tokens_of_a_block, st.integers(1, SIZE)), min_size=1, max_size=8),
     st.integers(0, 12),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, of=150), deadline=None)
 def test_nearest_child_shares_most(
     children: list[list[int]], wanted: list[tuple[list[int], int]], num_gone: int
 ) -> None:

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from conformance.covering import examples
 from quire.kv.prefix_index import NO_BLOCK, Extra, PrefixIndex
 
 SIZE = 2
@@ -179,4 +180,6 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestIndex.settings = settings(
+    max_examples=examples(30, of=60), stateful_step_count=30, deadline=None
+)

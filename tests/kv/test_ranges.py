@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.covering import examples
 from quire.kv import FirstFit
 
 NUM_SLOTS = 24
@@ -58,13 +59,13 @@ def perform(asked: list[int]) -> tuple[FirstFit, Bitmap, dict[int, int]]:
     return arena, bitmap, starts
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(50, of=150))
 @given(actions)
 def test_it_does_what_a_bitmap_does(asked: list[int]) -> None:
     perform(asked)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(50, of=150))
 @given(actions)
 def test_compaction_keeps_every_range_whole(asked: list[int]) -> None:
     arena, bitmap, starts = perform(asked)

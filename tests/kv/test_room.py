@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.covering import examples
 from kv.caches import (
     BLOCK_BYTES,
     FULL,
@@ -45,7 +46,7 @@ mixes = pytest.mark.parametrize("specs", MIXES)
     ),
     num_blocks=st.integers(1, 60),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(30, of=80), deadline=None)
 def test_what_is_asked_is_what_is_taken(
     specs: tuple[LayerSpec, ...], actions: list[tuple[int, int, str]], num_blocks: int
 ) -> None:
@@ -201,7 +202,7 @@ KINDS = [FULL, sliding(1), sliding(5), chunked(8), STATE]
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     granule_blocks=st.sampled_from([1, 2]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25, of=60), deadline=None)
 def test_to_begin_alone_is_to_begin_in_a_step_of_many(
     specs: list[LayerSpec], lengths: list[int], granule_blocks: int
 ) -> None:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.covering import examples
 from quire.kv import Accounting, CacheConfig, Copy, Fits, Release, build_accounting
 from quire.spec import FullAttention, Layer, LayerSpec, ModelSpec, SlidingWindow
 
@@ -26,7 +27,7 @@ def made(case: str, *kinds: LayerSpec) -> Accounting:
     return build_accounting(case.partition("-")[0], spec, sizes)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(30, of=80), deadline=None)
 @given(
     case=st.sampled_from(sorted(CASES)),
     starts=st.lists(st.integers(1, 200), min_size=1, max_size=4),

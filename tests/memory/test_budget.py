@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.covering import examples
 from quire.errors import ConfigError
 from quire.memory.budget import BUDGETS, headroom_bytes, make_ledger
 from quire.memory.budget.ledger import Ledger, Needs
@@ -303,7 +304,7 @@ def room_of(machine: Machine, needs: Needs) -> int:
     return min(rooms)
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=examples(200, of=800), deadline=None)
 @given(cases())
 def test_it_fits_or_names_what_would(case: tuple[Machine, Needs, dict[str, Any]]) -> None:
     machine, needs, options = case
@@ -327,7 +328,7 @@ def test_it_fits_or_names_what_would(case: tuple[Machine, Needs, dict[str, Any]]
     assert needs.least_bytes <= after.kv_bytes <= room
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(80, of=300), deadline=None)
 @given(cases(), st.integers(0, 2**36))
 def test_less_memory_never_gives_more(
     case: tuple[Machine, Needs, dict[str, Any]], taken: int

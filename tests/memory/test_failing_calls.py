@@ -119,15 +119,8 @@ SCENES: dict[str, Callable[[], Scene]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def _frozen() -> None:
-    """What other files have left is looked through once, and not again before each test."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture
-def faults(_frozen: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     gc.collect()
     gc.disable()  # collecting others' memory in the midst of a scene would count as its calls
     yield install(monkeypatch)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.covering import examples
 from quire.memory.budget import Needs, headroom_bytes, make_ledger
 from quire.memory.controller import ControllerReading, Decision, MemoryController
 from quire.memory.machine import Machine, readings
@@ -76,7 +77,7 @@ def test_what_a_step_takes_stays_free_where_lack_of_it_kills() -> None:
     assert MemoryController("dedicated").decide(replace(calm, step_bytes=5 * GIB)).event == ""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25, of=60), deadline=None)
 @given(
     limit=st.integers(1, 256),
     stated=st.floats(0.01, 1),
@@ -164,7 +165,7 @@ def test_idle_gives_the_cache_back_once_and_keeps_the_ceiling() -> None:
     assert MemoryController("dedicated").decide(replace(CALM, idle_s=1000.0)).event == ""
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(70, of=200))
 @given(
     mode=st.sampled_from(["shared", "dedicated"]),
     total=st.integers(1, 2**45),

@@ -234,6 +234,18 @@ def test_prefaulting_that_is_refused_leaves_true_counts() -> None:
     assert kept.backed_bytes == 20 * PAGE
 
 
+def test_regions_are_asked_in_the_order_in_which_they_came() -> None:
+    """Where they lie decides nothing, so that what is done again goes as it went."""
+    memory = FailingMemory(HostMemory(), failing={16})
+    kept = PageCacheMemory(memory, limit_bytes=100 * PAGE)
+    regions = [kept.reserve(PAGE) for _ in range(30)]
+    del regions[10:20]
+    regions += [kept.reserve(PAGE) for _ in range(10)]  # some of them where the others lay
+    with pytest.raises(MemoryUnavailable):
+        kept.prefault()
+    assert [region.kept_bytes for region in regions] == [PAGE] * 15 + [0] * 15
+
+
 @linux
 def test_huge_pages_never_back_more_than_was_asked_for() -> None:
     region = HostMemory(huge_pages=True).reserve(16 * HUGE)

@@ -154,7 +154,7 @@ def encoded(body: Any) -> bytes:
 
 def saying(client: Client, text: str, pieces: int = 7, reason: str = "stop") -> None:
     """Let the model say this, whatever it is asked, and end for this reason."""
-    own = client.service.llm.generate
+    own = client.service.engine.generate
 
     async def generate(request: Any) -> AsyncGenerator[Any, None]:
         said = 0
@@ -165,7 +165,7 @@ def saying(client: Client, text: str, pieces: int = 7, reason: str = "stop") -> 
                 yield replace(delta, text=text[said:until], finish_reason=reason if last else None)
                 said = until
 
-    client.service.llm.generate = generate
+    client.service.engine.generate = generate
 
 
 def engine(model: Any = None, **options: Any) -> AsyncLLM:
@@ -182,10 +182,17 @@ async def serving(
     llm: AsyncLLM | None = None,
     **options: Any,
 ) -> AsyncIterator[Client]:
-    """A server in this process, over an ``engine`` of its own or over ``llm``; nothing is left."""
+    """A server in this process, over an ``engine`` of its own or over ``llm``; nothing is left.
+
+    ``llm`` is found with nothing cached, and what it was told to be ``saying`` ends here.
+    """
     async with AsyncExitStack() as stack:
         if llm is None:
             llm = await stack.enter_async_context(engine(model, **options))
+        else:
+            assert await llm.reset_prefix_cache()
+            stack.callback(vars(llm).pop, "generate", None)
+            stack.push_async_callback(llm.abort, None)
         app = make_app(llm, config or ServerConfig())
         yield Client(app)
         app.state.service.close()
@@ -202,11 +209,11 @@ async def leave_while_it_runs(client: Client, path: str, body: Any, *, events: i
         await call.until(events)
     else:
         async with asyncio.timeout(20):
-            while not (await client.service.llm.usage()).num_sequences:
+            while not (await client.service.engine.usage()).num_sequences:
                 await asyncio.sleep(0.001)
     call.leave()
     await call.task
-    assert (await client.service.llm.usage()).num_sequences == 0
+    assert (await client.service.engine.usage()).num_sequences == 0
     assert client.service.admission.num_under_way == 0
     return call.answer
 
@@ -216,6 +223,6 @@ async def nothing_runs(client: Client) -> None:
     async with asyncio.timeout(30):
         while (
             client.service.admission.num_under_way
-            or (await client.service.llm.usage()).num_sequences
+            or (await client.service.engine.usage()).num_sequences
         ):
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""One engine for the tests of a file that leave it as it was: what is refused costs it nothing."""
+"""One engine for the tests that leave it as it was: to make one takes longer than many a test."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from quire import AsyncLLM
 from server.asking import engine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llm() -> Iterator[AsyncLLM]:
     own = engine()
     yield own

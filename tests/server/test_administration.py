@@ -69,7 +69,7 @@ def test_asleep_it_refuses_what_generates_and_awake_it_answers_as_before() -> No
             assert not await is_sleeping(client)
             assert (await asked(client, "/sleep")).status == 200
             assert await is_sleeping(client)
-            assert (await client.service.llm.usage()).committed_bytes == 0
+            assert (await client.service.engine.usage()).committed_bytes == 0
             for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
                 refused = await client.post(path, b"{ is not read")
                 assert (refused.status, refused.error["code"]) == (503, "sleeping")
@@ -176,7 +176,7 @@ def test_one_that_cannot_wake_up_says_why_and_is_asked_again(
         async with serving() as client:
             await asked(client, "/sleep")
             with monkeypatch.context() as patch:
-                patch.setattr(client.service.llm.llm._resident, "prefault", short)
+                patch.setattr(client.service.engine.llm._resident, "prefault", short)
                 refused = await asked(client, "/wake_up")
             assert (refused.status, refused.error["message"]) == (503, "there are no pages")
             assert (await client.post("/v1/completions", body())).error["code"] == "sleeping"
@@ -256,11 +256,11 @@ def test_tiers_are_listed_and_trusted_again() -> None:
         options = dict(kv_tier=("lying:", "memory:?size=8MiB"), kv_tier_write="always")
         async with serving(KEYED, **options) as client:
             ours = client.with_key("operator")
-            costs = client.service.llm.llm.engine.scheduler.costs
+            costs = client.service.engine.llm.engine.scheduler.costs
             costs.note_step = lambda *_: None  # computing seems to take for ever: tiers are asked
             several = [body(), body(prompt=PROMPT[::-1])]
             answers = [await ours.post("/v1/completions", each) for each in several]
-            until(lambda: not offload(client.service.llm.llm).has_more)
+            until(lambda: not offload(client.service.engine.llm).has_more)
             listed = (await ours.get("/tiers")).json
             assert [tier["name"] for tier in listed["data"]] == ["lying", "memory"]
             assert listed["data"][0]["num_records"] is not None
@@ -293,7 +293,7 @@ def test_tiers_are_listed_and_trusted_again() -> None:
 def test_tiers_forget_with_the_prefix_cache() -> None:
     async def ask() -> None:
         async with serving(kv_tier=("memory:?size=8MiB",), kv_tier_write="always") as client:
-            llm = client.service.llm.llm
+            llm = client.service.engine.llm
             assert (await client.post("/v1/completions", body())).status == 200
             until(lambda: not offload(llm).has_more)
             until(lambda: llm.tiers.tiers[0].num_records > 0)

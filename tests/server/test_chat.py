@@ -73,13 +73,13 @@ def put_together(answer: Answer) -> dict[int, dict[str, Any]]:
     return found
 
 
-def test_the_answer_is_what_the_engine_makes_of_the_templates_prompt() -> None:
+def test_the_answer_is_what_the_engine_makes_of_the_templates_prompt(llm: AsyncLLM) -> None:
     sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12)
-    with LLM(demo(), max_model_len=256, kv_cache_memory_bytes="64MB", max_num_seqs=8) as llm:
-        expected = llm.generate([PROMPT], sampling)[0]
+    with LLM(demo(), max_model_len=256, kv_cache_memory_bytes="64MB", max_num_seqs=8) as own:
+        expected = own.generate([PROMPT], sampling)[0]
 
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             whole, streamed = await both(client, n=2)
             for choice in whole["choices"]:
                 assert choice["message"] == {
@@ -100,9 +100,9 @@ def test_the_answer_is_what_the_engine_makes_of_the_templates_prompt() -> None:
     run(ask())
 
 
-def test_without_a_limit_the_answer_may_fill_the_context() -> None:
+def test_without_a_limit_the_answer_may_fill_the_context(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             body = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
             answer = await client.post("/v1/chat/completions", body)
             assert answer.json["usage"]["total_tokens"] == 256
@@ -115,9 +115,9 @@ def test_without_a_limit_the_answer_may_fill_the_context() -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_a_call_that_is_asked_for_comes(choice: Any) -> None:
+def test_a_call_that_is_asked_for_comes(choice: Any, llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             fields = {"tools": [ADD], "tool_choice": choice, "parallel_tool_calls": False}
             whole, streamed = await both(client, **fields, max_tokens=200, ignore_eos=False)
             message = whole["choices"][0]["message"]
@@ -144,12 +144,12 @@ def test_a_call_that_is_asked_for_comes(choice: Any) -> None:
     run(ask())
 
 
-def test_a_call_in_the_text_is_found_and_the_rest_is_content() -> None:
+def test_a_call_in_the_text_is_found_and_the_rest_is_content(llm: AsyncLLM) -> None:
     """The model is made to write one, by a grammar; that it is a call is the reader's finding."""
     text = r'sure <tool_call>\n\{"name": "add", "arguments": \{"a": true\}\}\n</tool_call>'
 
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             whole, streamed = await both(
                 client,
                 tools=[ADD],
@@ -181,9 +181,9 @@ def test_a_call_in_the_text_is_found_and_the_rest_is_content() -> None:
 CUT = '<tool_call>{"name": "add", "arguments": {"a": true, "b": "x'
 
 
-def test_a_call_that_the_limit_cuts_is_a_call_and_no_content() -> None:
+def test_a_call_that_the_limit_cuts_is_a_call_and_no_content(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             saying(client, CUT, reason="length")
             whole, streamed = await both(client, tools=[ADD], max_tokens=60)
             (choice,) = whole["choices"]
@@ -199,9 +199,9 @@ def test_a_call_that_the_limit_cuts_is_a_call_and_no_content() -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_text_under_a_tools_grammar_is_never_content(choice: Any) -> None:
+def test_text_under_a_tools_grammar_is_never_content(choice: Any, llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             for fields in ({"max_tokens": 3}, {"max_tokens": 9}, {"stop": ['"b"']}):
                 asked = {"max_tokens": 200, "ignore_eos": False, "tool_choice": choice, **fields}
                 whole, streamed = await both(client, tools=[ADD], **asked)
@@ -224,13 +224,13 @@ def test_text_under_a_tools_grammar_is_never_content(choice: Any) -> None:
     ("parallel", "most"), [(None, 1), pytest.param(False, 1, marks=pytest.mark.full), (True, 9)]
 )
 def test_one_call_is_required_unless_several_are_asked_for(
-    parallel: bool | None, most: int
+    parallel: bool | None, most: int, llm: AsyncLLM
 ) -> None:
     """The model likes commas, so it goes on if it may."""
     comma = demo().tokenizer(",")["input_ids"][0]
 
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             whole, streamed = await both(
                 client,
                 tools=[ADD],
@@ -249,7 +249,7 @@ def test_one_call_is_required_unless_several_are_asked_for(
     run(ask())
 
 
-def test_a_choice_that_has_its_one_call_ends_once_while_others_go_on() -> None:
+def test_a_choice_that_has_its_one_call_ends_once_while_others_go_on(llm: AsyncLLM) -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": true, "b": "x"}}</tool_call>'
     seen: list[SamplingParams] = []
 
@@ -265,8 +265,8 @@ def test_a_choice_that_has_its_one_call_ends_once_while_others_go_on() -> None:
             yield TextDelta(index=0, choice=choice, text=text, token_ids=(9,), finish_reason=reason)
 
     async def ask() -> None:
-        async with serving(CONFIG) as client:
-            client.service.llm.generate = generate
+        async with serving(CONFIG, llm=llm) as client:
+            client.service.engine.generate = generate
             several = {"n": 2, "temperature": 1, "tools": [ADD], "parallel_tool_calls": False}
             whole, streamed = await both(client, **several, skip_special_tokens=False)
             ends = [
@@ -284,12 +284,12 @@ def test_a_choice_that_has_its_one_call_ends_once_while_others_go_on() -> None:
     run(ask())
 
 
-def test_reasoning_goes_apart_or_is_left_out() -> None:
+def test_reasoning_goes_apart_or_is_left_out(llm: AsyncLLM) -> None:
     config = ServerConfig(chat_template=TEMPLATE, reasoning_parser="qwen3")
     fields = {"max_tokens": 60}
 
     async def ask() -> None:
-        async with serving(config) as client:
+        async with serving(config, llm=llm) as client:
             saying(client, "<think>hm</think>yes")
             whole, streamed = await both(client, **fields)
             message = whole["choices"][0]["message"]
@@ -313,9 +313,9 @@ def test_reasoning_goes_apart_or_is_left_out() -> None:
     run(ask())
 
 
-def test_logprobs_are_those_of_the_tokens() -> None:
+def test_logprobs_are_those_of_the_tokens(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             whole, streamed = await both(client, logprobs=True, top_logprobs=2)
             content = whole["choices"][0]["logprobs"]["content"]
             assert len(content) == 12
@@ -337,11 +337,11 @@ def test_logprobs_are_those_of_the_tokens() -> None:
     run(ask())
 
 
-def test_only_allowed_tools_are_called() -> None:
+def test_only_allowed_tools_are_called(llm: AsyncLLM) -> None:
     other = {"type": "function", "function": {"name": "other"}}
 
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             named = [{"type": "function", "function": {"name": "add"}}]
             for mode, reason in (("required", "tool_calls"), ("auto", "length")):
                 own = {"mode": mode, "tools": named}
@@ -367,9 +367,9 @@ def test_only_allowed_tools_are_called() -> None:
     run(ask())
 
 
-def test_tokens_are_said_as_ids_where_that_is_asked_for() -> None:
+def test_tokens_are_said_as_ids_where_that_is_asked_for(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             fields = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
             whole, streamed = await both(client, **fields, return_tokens_as_token_ids=True)
             (choice,) = whole["choices"]
@@ -437,9 +437,9 @@ def test_vllms_older_names_of_forms_are_known(
     run(ask())
 
 
-def test_the_last_message_can_be_gone_on_with() -> None:
+def test_the_last_message_can_be_gone_on_with(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             asked = {"messages": [*MESSAGES, {"role": "assistant", "content": "return"}]}
             tokens = await client.post("/tokenize", {**asked, "continue_final_message": True,
                                                      "add_generation_prompt": False})  # fmt: skip
@@ -496,9 +496,9 @@ CHATS = (
 )
 
 
-def test_a_message_may_be_empty_through_every_interface() -> None:
+def test_a_message_may_be_empty_through_every_interface(llm: AsyncLLM) -> None:
     async def run_it() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             length = len(demo().tokenizer("# user: \n# assistant: ")["input_ids"])
             for (path, field, fields), content in itertools.product(CHATS, EMPTY):
                 turns = [{"role": "user", "content": content}]
@@ -514,10 +514,10 @@ def test_a_message_may_be_empty_through_every_interface() -> None:
     run(run_it())
 
 
-def test_where_the_template_writes_nothing_the_client_is_told_so() -> None:
+def test_where_the_template_writes_nothing_the_client_is_told_so(llm: AsyncLLM) -> None:
     async def run_it() -> None:
         bare = ServerConfig(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
-        async with serving(bare) as client:
+        async with serving(bare, llm=llm) as client:
             for path, field, fields in CHATS:
                 if path.endswith("count_tokens"):
                     continue
@@ -529,9 +529,9 @@ def test_where_the_template_writes_nothing_the_client_is_told_so() -> None:
     run(run_it())
 
 
-def test_what_an_answer_stopped_at_is_said() -> None:
+def test_what_an_answer_stopped_at_is_said(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as client:
+        async with serving(CONFIG, llm=llm) as client:
             free, _ = await both(client)
             stop = free["choices"][0]["message"]["content"][4:6]
             whole, streamed = await both(client, stop=[stop])

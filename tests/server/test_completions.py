@@ -40,11 +40,11 @@ async def both(client: Client, **fields: Any) -> tuple[Any, Answer]:
     return whole.json, streamed
 
 
-def test_the_text_is_the_engines_whole_or_in_pieces() -> None:
+def test_the_text_is_the_engines_whole_or_in_pieces(llm: AsyncLLM) -> None:
     expected = engines_own(PROMPT, max_tokens=24)
 
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             whole, streamed = await both(client, max_tokens=24, return_token_ids=True)
             choice = whole["choices"][0]
             assert choice["text"] == expected.text
@@ -68,9 +68,9 @@ def test_the_text_is_the_engines_whole_or_in_pieces() -> None:
     run(ask())
 
 
-def test_sixteen_tokens_where_nobody_says_how_many() -> None:
+def test_sixteen_tokens_where_nobody_says_how_many(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             whole, _ = await both(client)
             assert whole["usage"]["completion_tokens"] == 16
             short, _ = await both(client, prompt=[5] * 250)  # the context leaves six
@@ -79,12 +79,12 @@ def test_sixteen_tokens_where_nobody_says_how_many() -> None:
     run(ask())
 
 
-def test_several_prompts_and_choices_are_numbered_through() -> None:
+def test_several_prompts_and_choices_are_numbered_through(llm: AsyncLLM) -> None:
     prompts = [PROMPT, "class Queue:", "import os"]
     expected = [engines_own(prompt, max_tokens=6).text for prompt in prompts]
 
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             whole, streamed = await both(client, prompt=prompts, max_tokens=6, n=2)
             assert [c["index"] for c in whole["choices"]] == list(range(6))
             by_choice = [text for text in expected for _ in range(2)]
@@ -94,9 +94,9 @@ def test_several_prompts_and_choices_are_numbered_through() -> None:
     run(ask())
 
 
-def test_usage_comes_last_or_with_every_chunk() -> None:
+def test_usage_comes_last_or_with_every_chunk(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             own: dict[str, Any] = {"prompt": list(range(20, 40)), "max_tokens": 5}
             _, last = await both(client, **own, stream_options={"include_usage": True})
             *chunks, usage, _ = last.events
@@ -113,11 +113,11 @@ def test_usage_comes_last_or_with_every_chunk() -> None:
     run(ask())
 
 
-def test_echo_and_logprobs_are_those_of_the_engine() -> None:
+def test_echo_and_logprobs_are_those_of_the_engine(llm: AsyncLLM) -> None:
     expected = engines_own(PROMPT, max_tokens=4, logprobs=3, prompt_logprobs=3)
 
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             as_ids, _ = await both(
                 client, max_tokens=4, logprobs=3, echo=True, return_tokens_as_token_ids=True
             )
@@ -143,12 +143,12 @@ def test_echo_and_logprobs_are_those_of_the_engine() -> None:
     run(ask())
 
 
-def test_a_prompt_is_scored_without_generating() -> None:
+def test_a_prompt_is_scored_without_generating(llm: AsyncLLM) -> None:
     """What lm-eval's ``local-completions`` asks for a loglikelihood."""
     expected = engines_own(PROMPT, max_tokens=1, prompt_logprobs=1)
 
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             whole, _ = await both(client, max_tokens=0, echo=True, logprobs=1)
             choice = whole["choices"][0]
             assert choice["text"] == PROMPT
@@ -193,9 +193,9 @@ def test_stop_strings_seeds_biases_and_forms_reach_the_engine() -> None:
     run(ask())
 
 
-def test_the_second_who_begins_alike_says_what_was_cached() -> None:
+def test_the_second_who_begins_alike_says_what_was_cached(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             long = [7, 8, 9] * 20
             first, _ = await both(client, prompt=long, max_tokens=2)
             second, _ = await both(client, prompt=[*long, 11], max_tokens=2)
@@ -209,9 +209,9 @@ def test_the_second_who_begins_alike_says_what_was_cached() -> None:
     run(ask())
 
 
-def test_a_prompt_is_cut_where_that_is_asked_for() -> None:
+def test_a_prompt_is_cut_where_that_is_asked_for(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             cut = await client.post(
                 "/v1/completions",
                 {"prompt": list(range(10, 40)), "truncate_prompt_tokens": 5, "max_tokens": 1,
@@ -319,9 +319,9 @@ def test_every_field_has_bounds(
         assert set(answer.error) == {"message", "type", "param", "code"}
 
 
-def test_adapters_are_refused_with_the_reason() -> None:
+def test_adapters_are_refused_with_the_reason(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
                 refused = await client.post(path, {"lora_name": "a", "lora_path": "/a"})
                 assert refused.status == 404
@@ -332,15 +332,15 @@ def test_adapters_are_refused_with_the_reason() -> None:
     run(ask())
 
 
-def test_beams_are_the_engines_own() -> None:
+def test_beams_are_the_engines_own(llm: AsyncLLM) -> None:
     params = BeamSearchParams(beam_width=4, n=2, max_tokens=12, length_penalty=0.5)
-    with LLM(demo(), max_model_len=256, kv_cache_memory_bytes="64MB", max_num_seqs=8) as llm:
-        (found,) = llm.beam_search(PROMPT, params)
+    with LLM(demo(), max_model_len=256, kv_cache_memory_bytes="64MB", max_num_seqs=8) as own:
+        (found,) = own.beam_search(PROMPT, params)
 
     async def ask() -> None:
         searched = {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.5}
         body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, **searched}
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             answer = (await client.post("/v1/completions", {**body, "return_token_ids": True})).json
             choices = answer["choices"]
             assert [choice["text"] for choice in choices] == [c.text for c in found.choices]
@@ -400,12 +400,12 @@ def _asked(llm: AsyncLLM, body: Any) -> Answer:
     return run(ask())
 
 
-def test_what_a_text_stopped_at_is_said() -> None:
+def test_what_a_text_stopped_at_is_said(llm: AsyncLLM) -> None:
     expected = engines_own(PROMPT, max_tokens=24)
     stop, token = expected.text[6:8], expected.token_ids[5]
 
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             for fields, said in (
                 ({"stop": ["\u2603", stop]}, stop),
                 ({"stop_token_ids": [token]}, token),

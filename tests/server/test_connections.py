@@ -24,7 +24,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 async def running(server: Listening) -> int:
-    return (await server.client.service.llm.usage()).num_sequences
+    return (await server.client.service.engine.usage()).num_sequences
 
 
 async def until_running(server: Listening, number: int = 1) -> None:

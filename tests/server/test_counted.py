@@ -94,7 +94,7 @@ def test_going_down_refuses_newcomers_and_says_so_in_health() -> None:
 def test_how_the_engine_is_doing_is_said_while_it_does_something() -> None:
     async def ask() -> None:
         async with serving() as client:
-            progress = Progress(client.service.llm)
+            progress = Progress(client.service.engine)
             now_s = time.monotonic()
             assert progress.line(now_s + 10) is None
             body = {"prompt": [7] * 9, "max_tokens": 30, "ignore_eos": True}

@@ -61,7 +61,7 @@ def share_a_prefix(frame: Frame) -> bool:
 def test_a_frame_says_what_accounting_knows(strategy: str) -> None:
     async def body() -> None:
         async with serving(cache=strategy, observe=slowly) as client:
-            llm = client.service.llm
+            llm = client.service.engine
             feed = client.call(FEED, method="GET")
             task = asyncio.create_task(llm.complete(PROMPT, FOR_LONG))
             frame = await a_frame(feed, lambda f: f.num_running == 1)
@@ -104,7 +104,7 @@ def events(call: Call) -> dict[str, list[str]]:
 def test_what_two_share_is_shared_and_goes_when_they_end() -> None:
     async def body() -> None:
         async with serving(observe=slowly) as client:
-            llm, feed = client.service.llm, client.call(FEED, method="GET")
+            llm, feed = client.service.engine, client.call(FEED, method="GET")
             one = asyncio.create_task(llm.complete(PROMPT, FOR_LONG))
             await a_frame(feed, lambda f: f.num_running == 1)
             two = asyncio.create_task(llm.complete(PROMPT, FOR_LONG))
@@ -222,7 +222,7 @@ def test_tiers_are_shown_to_those_who_see_all() -> None:
         options = dict(kv_tier=("memory:?size=8MiB",), kv_tier_write="always")
         async with serving(TENANTS, **options) as client:
             whole, part = (client.with_key(key).call(FEED, method="GET") for key in ("root", "bob"))
-            await client.service.llm.complete(PROMPT, SamplingParams(max_tokens=4))
+            await client.service.engine.complete(PROMPT, SamplingParams(max_tokens=4))
             frame = await a_frame(whole, lambda f: f.tiers and f.tiers[0].records)
             [tier] = frame.tiers
             assert (tier.name, tier.state, tier.hits) == ("memory", "ok", 0)
@@ -253,14 +253,14 @@ def test_the_feed_asks_for_a_key_and_the_files_do_not() -> None:
 def test_frames_are_taken_once_for_all_and_only_while_somebody_watches() -> None:
     async def body() -> None:
         async with serving() as client:
-            feed = Feed(client.service.llm, interval_s=0.01)
+            feed = Feed(client.service.engine, interval_s=0.01)
             first, second = await feed.open(), await feed.open()
             assert feed.num_taken == 0
             for viewer in (first, second):
                 assert (await anext(viewer)).startswith(b"event: about")
                 assert (await anext(viewer)).startswith(b"event: frame")
             assert feed.num_viewers == 2
-            await client.service.llm.complete(PROMPT, FOR_LONG)
+            await client.service.engine.complete(PROMPT, FOR_LONG)
             before = feed.num_taken
             while feed.num_taken < before + 3:
                 await asyncio.sleep(0.01)
@@ -284,7 +284,7 @@ def test_a_viewer_who_comes_while_the_last_one_leaves_gets_frames() -> None:
 
     async def body() -> None:
         async with serving() as client:
-            feed = Feed(client.service.llm, interval_s=0.01)
+            feed = Feed(client.service.engine, interval_s=0.01)
             for num_turns in range(6):
                 leaving, coming = await feed.open(), await feed.open()
                 await anext(leaving)
@@ -306,7 +306,7 @@ def test_one_who_takes_nothing_holds_up_nobody_and_gets_the_newest() -> None:
             slow, quick = client.call(FEED, method="GET"), client.call(FEED, method="GET")
             await slow.until(2)
             slow.reads.clear()
-            await client.service.llm.complete(PROMPT, FOR_LONG)
+            await client.service.engine.complete(PROMPT, FOR_LONG)
             last = await a_frame(quick, lambda f: f.memory.cached and not f.sequences)
             num_quick = len(frames_of(quick))
             slow.reads.set()
@@ -322,10 +322,10 @@ def test_one_who_takes_nothing_holds_up_nobody_and_gets_the_newest() -> None:
 def test_it_ends_with_the_engine() -> None:
     async def body() -> None:
         async with serving() as client:
-            feed = Feed(client.service.llm, interval_s=0.01)
+            feed = Feed(client.service.engine, interval_s=0.01)
             viewer = await feed.open()
             assert [await anext(viewer) for _ in range(2)]
-            await client.service.llm.aclose()
+            await client.service.engine.aclose()
             rest = [event async for event in viewer]
             assert rest[-1].startswith(b"event: over")
             assert (await client.get(FEED)).status >= 400
@@ -369,7 +369,7 @@ def test_only_rows_that_somebody_has_are_drawn() -> None:
 def test_frames_stay_small_whatever_the_cache() -> None:
     async def body() -> None:
         async with serving(kv_cache_memory_bytes="2GB", max_num_seqs=128, observe=slowly) as client:
-            llm, feed = client.service.llm, client.call(FEED, method="GET")
+            llm, feed = client.service.engine, client.call(FEED, method="GET")
             params = SamplingParams(max_tokens=300, ignore_eos=True)  # a frame will come by then
             tasks = [asyncio.create_task(llm.complete(f"# {i}\n" * 9, params)) for i in range(100)]
             frame = await a_frame(feed, lambda f: f.num_running + f.num_waiting > 80)

@@ -18,7 +18,7 @@ TEXTS = ["def f(x):", "def g(x):", "import os"]
 
 async def own(client: Client, *prompts: Any) -> list[Any]:
     """What the engine gives in Python."""
-    llm = client.service.llm
+    llm = client.service.engine
     return [each.embedding for each in await llm.inspect(lambda inner, _: inner.embed(prompts))]
 
 
@@ -108,14 +108,15 @@ def test_what_cannot_be_is_refused_and_nothing_runs(monkeypatch: pytest.MonkeyPa
             body: dict[str, Any] = {"input": [[5]] * 5}
             assert "base64" in (await client.post(AT, body)).error["message"]
             assert (await client.post(AT, {**body, "encoding_format": "base64"})).status == 200
-            llm = client.service.llm.llm
-            llm.embeddings = replace(llm.embeddings, why_not="it is an encoder-decoder")
+            maker = client.service.engine.llm._maker
+            barred = replace(maker.facts.embeddings, why_not="it is an encoder-decoder")
+            maker.facts = replace(maker.facts, embeddings=barred)
             for path, body in ((AT, {"input": "a"}), (SCORE, {"text_1": "a", "text_2": "b"})):
                 refused = await client.post(path, body)
                 assert refused.status == 400
                 assert "demo has no embeddings: it is an enc" in refused.error["message"]
             assert client.service.admission.num_under_way == 0
-            assert (await client.service.llm.usage()).num_sequences == 0
+            assert (await client.service.engine.usage()).num_sequences == 0
 
     run(ask())
 
@@ -129,14 +130,14 @@ def test_a_client_that_leaves_ends_it_and_keys_share_nothing() -> None:
             alice, bob = keyless.with_key("alice-key"), keyless.with_key("bob-key")
             call = alice.call(AT, several)
             async with asyncio.timeout(20):
-                while not (await alice.service.llm.usage()).num_sequences:
+                while not (await alice.service.engine.usage()).num_sequences:
                     await asyncio.sleep(0.001)
             refused = await alice.post(AT, {"input": "a"})
             assert (refused.status, refused.error["code"]) == (429, "max_num_reqs_per_key")
             call.leave()
             await call.task
             await nothing_runs(alice)
-            assert alice.service.llm.llm.statistics.num_finished["abort"] > 50
+            assert alice.service.engine.llm.statistics.num_finished["abort"] > 50
             for client, cached in ((alice, 0), (alice, 47), (bob, 0)):
                 answer = await client.post(AT, {"input": [9] * 48, "cache_salt": "mine"})
                 assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == cached

@@ -68,8 +68,8 @@ def test_a_row_that_is_no_number_fails_its_own_request_and_is_not_kept() -> None
     async def ask() -> None:
         async with serving() as client:
             want = texts(await ask_three(client))
-            await client.service.llm.reset_prefix_cache()
-            with spoiled(client.service.llm.llm, PROMPTS[1], lambda row: row * float("nan")):
+            await client.service.engine.reset_prefix_cache()
+            with spoiled(client.service.engine.llm, PROMPTS[1], lambda row: row * float("nan")):
                 for fields in ({}, {"stream": True}):
                     answers = await ask_three(client, **fields)
                     if not fields:
@@ -108,7 +108,7 @@ def test_an_operator_without_memory_costs_no_client_a_token(
                 monkeypatch.setattr(LLM, "step", stepping)
                 assert texts(await ask_three(client)) == want, failing
                 await nothing_runs(client)
-                usage = await client.service.llm.usage()
+                usage = await client.service.engine.usage()
                 assert usage.used_bytes == 0
                 num_operators = max(num_operators, mode.num_called)
                 failing += stride
@@ -124,14 +124,14 @@ def test_what_is_refused_costs_the_engine_nothing(monkeypatch: pytest.MonkeyPatc
         config = ServerConfig(max_num_queued_reqs=4)
         async with serving(config, max_num_seqs=2) as client:
             made = 0
-            request = client.service.llm.request
+            request = client.service.engine.request
 
             async def counted(*arguments: Any, **options: Any) -> Any:
                 nonlocal made
                 made += 1
                 return await request(*arguments, **options)
 
-            monkeypatch.setattr(client.service.llm, "request", counted)
+            monkeypatch.setattr(client.service.engine, "request", counted)
             calls = [client.call(AT, {"prompt": [n], **GREEDY}) for n in range(60)]
             answers = [await call.whole() for call in calls]
             served = [answer for answer in answers if answer.status == 200]

@@ -133,8 +133,8 @@ def test_hostile_requests_are_refused_and_nothing_grows() -> None:
                     grown = _kept() - before
             assert not grown, grown
             assert client.service.bodies.num_bytes == 0
-            assert await client.service.llm.reset_prefix_cache()
-            assert (await client.service.llm.usage()).committed_bytes == 0
+            assert await client.service.engine.reset_prefix_cache()
+            assert (await client.service.engine.usage()).committed_bytes == 0
 
     run(ask())
 
@@ -329,7 +329,7 @@ def test_what_cannot_fit_is_not_tokenized_first(
 ) -> None:
     async def ask() -> None:
         async with serving(ServerConfig(chat_template=TEMPLATE), llm=llm) as client:
-            tokenizer = client.service.llm.llm.tokenizer
+            tokenizer = client.service.engine.llm.tokenizer
             lengths: list[int] = []
 
             def counted(own: Any, text: str, *args: Any, **kwargs: Any) -> Any:

@@ -13,9 +13,9 @@ LONG: dict[str, Any] = {"prompt": [7] * 20, "max_tokens": 220, "temperature": 0,
 
 
 async def free_bytes(client: Client) -> int:
-    usage = await client.service.llm.usage()
+    usage = await client.service.engine.usage()
     assert usage.num_sequences == usage.used_bytes == 0
-    held: int = client.service.llm.llm.memory.committed_bytes - usage.cached_bytes
+    held: int = client.service.engine.llm.memory.committed_bytes - usage.cached_bytes
     return held
 
 
@@ -117,8 +117,8 @@ def test_an_abort_storm_leaves_nothing(num: int) -> None:
                     resident = _resident_bytes()
             await nothing_runs(client)
             assert await free_bytes(client) == before
-            assert await client.service.llm.reset_prefix_cache()
-            assert (await client.service.llm.usage()).committed_bytes == 0
+            assert await client.service.engine.reset_prefix_cache()
+            assert (await client.service.engine.usage()).committed_bytes == 0
             if resident:
                 grown = _resident_bytes() / resident - 1
                 print(f"{num} requests: resident memory {grown:+.2%} after the second thousand")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import cache
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ def num_tokens(text: str) -> int:
     return len(demo().tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+@cache
 def text_of(max_tokens: int) -> str:
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     with LLM(demo(), max_model_len=256, kv_cache_memory_bytes="64MB", max_num_seqs=8) as llm:
@@ -79,11 +81,11 @@ def names(answer: Answer) -> list[str]:
     return found
 
 
-def test_the_events_come_in_order_and_hold_what_the_whole_answer_holds() -> None:
+def test_the_events_come_in_order_and_hold_what_the_whole_answer_holds(llm: AsyncLLM) -> None:
     expected = text_of(12)
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             whole = (await client.post("/v1/messages", BODY)).json
             assert whole["content"] == [{"type": "text", "text": expected}]
@@ -118,11 +120,11 @@ def test_the_events_come_in_order_and_hold_what_the_whole_answer_holds() -> None
     run(ask())
 
 
-def test_anthropics_own_client_reads_them() -> None:
+def test_anthropics_own_client_reads_them(llm: AsyncLLM) -> None:
     expected = text_of(12)
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+        async with serving(CONFIG, llm=llm) as anonymous, listening(anonymous) as address:
             client = anthropic.AsyncAnthropic(base_url=address, api_key="bob-key", max_retries=0)
             async with client:
                 message = await client.messages.create(**clients())
@@ -147,12 +149,12 @@ def test_anthropics_own_client_reads_them() -> None:
     run(ask())
 
 
-def test_the_stop_sequence_is_named() -> None:
+def test_the_stop_sequence_is_named(llm: AsyncLLM) -> None:
     expected = text_of(12)
     stop = expected[5:7]
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             fields = {**BODY, "stop_sequences": ["\u2603", stop]}
             whole = (await client.post("/v1/messages", fields)).json
@@ -165,12 +167,12 @@ def test_the_stop_sequence_is_named() -> None:
     run(ask())
 
 
-def test_a_stop_string_of_the_models_own_is_the_end_of_its_turn() -> None:
+def test_a_stop_string_of_the_models_own_is_the_end_of_its_turn(llm: AsyncLLM) -> None:
     expected = text_of(12)
     stop = expected[5:7]
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             anonymous.service.chat._stop = (stop,)
             named: dict[str, Any] = {"stop_sequences": [stop]}
@@ -193,9 +195,9 @@ def test_an_answer_ends_with_the_context_and_says_so() -> None:
     run(ask())
 
 
-def test_a_required_tool_is_called_and_its_result_read() -> None:
+def test_a_required_tool_is_called_and_its_result_read(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+        async with serving(CONFIG, llm=llm) as anonymous, listening(anonymous) as address:
             client = anthropic.AsyncAnthropic(base_url=address, api_key="bob-key", max_retries=0)
             async with client:
                 fields = clients(max_tokens=100, tools=[ADD])
@@ -236,7 +238,7 @@ def test_a_required_tool_is_called_and_its_result_read() -> None:
     run(ask())
 
 
-def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
+def test_thoughts_text_and_calls_are_blocks_of_their_own(llm: AsyncLLM) -> None:
     said = (
         '<think>Two numbers.</think>I add.\n<tool_call>{"name": "add", "arguments": '
         '{"a": true, "b": "x"}}</tool_call>'
@@ -251,7 +253,7 @@ def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
     ]
 
     async def ask() -> None:
-        async with serving(config) as client, listening(client) as address:
+        async with serving(config, llm=llm) as client, listening(client) as address:
             saying(client, said)
             asking = anthropic.AsyncAnthropic(base_url=address, api_key="any", max_retries=0)
             async with asking:
@@ -288,11 +290,11 @@ def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
     run(ask())
 
 
-def test_a_call_that_breaks_off_is_text() -> None:
+def test_a_call_that_breaks_off_is_text(llm: AsyncLLM) -> None:
     said = 'I add. <tool_call>{"name": "add", "arguments": {"a": tr'
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             saying(anonymous, said)
             fields = {**BODY, "max_tokens": 60, "tools": [ADD]}
@@ -308,11 +310,11 @@ def test_a_call_that_breaks_off_is_text() -> None:
     run(ask())
 
 
-def test_a_call_that_the_limit_cuts_keeps_what_has_come() -> None:
+def test_a_call_that_the_limit_cuts_keeps_what_has_come(llm: AsyncLLM) -> None:
     said = '<tool_call>{"name": "add", "arguments": {"a": true, "b": "x'
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+        async with serving(CONFIG, llm=llm) as anonymous, listening(anonymous) as address:
             saying(anonymous, said, reason="length")
             asking = anthropic.AsyncAnthropic(base_url=address, api_key="bob-key", max_retries=0)
             async with asking:
@@ -340,9 +342,9 @@ def test_an_object_that_breaks_off_has_its_whole_members(arguments: str, found: 
     assert json.loads(so_far(arguments)) == found
 
 
-def test_an_answer_has_the_form_that_is_asked_for() -> None:
+def test_an_answer_has_the_form_that_is_asked_for(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             form = {"type": "json_schema", "schema": ADD["input_schema"]}
             answer = await client.post(
@@ -353,9 +355,9 @@ def test_an_answer_has_the_form_that_is_asked_for() -> None:
     run(ask())
 
 
-def test_thinking_is_the_templates_business() -> None:
+def test_thinking_is_the_templates_business(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             fields = {"messages": MESSAGES, "system": "Write Python."}
             counts = [
@@ -399,10 +401,10 @@ def test_what_is_wrong_is_said_in_anthropics_form(
     run(ask())
 
 
-def test_an_error_in_a_stream_has_anthropics_form_too() -> None:
+def test_an_error_in_a_stream_has_anthropics_form_too(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
-            own = anonymous.service.llm.generate
+        async with serving(CONFIG, llm=llm) as anonymous, listening(anonymous) as address:
+            own = anonymous.service.engine.generate
 
             async def generate(request: Any) -> AsyncGenerator[Any, None]:
                 async with aclosing(own(request)) as deltas:
@@ -410,7 +412,7 @@ def test_an_error_in_a_stream_has_anthropics_form_too() -> None:
                         yield delta
                         raise ValueError("a secret of the engine")
 
-            anonymous.service.llm.generate = generate
+            anonymous.service.engine.generate = generate
             client = anonymous.with_key("alice-key")
             answer = await client.post("/v1/messages", {**BODY, "stream": True})
             assert names(answer)[-1] == "error"
@@ -426,9 +428,9 @@ def test_an_error_in_a_stream_has_anthropics_form_too() -> None:
     run(ask())
 
 
-def test_leaving_ends_it() -> None:
+def test_leaving_ends_it(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             fields = {**BODY, "max_tokens": 180, "ignore_eos": True}
             for stream in (True, False):

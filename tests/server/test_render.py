@@ -137,7 +137,7 @@ def test_nothing_runs_and_no_place_in_the_queue_is_taken() -> None:
             for _ in range(3):
                 await client.post(f"{COMPLETIONS}/render", {"prompt": TEXT})
                 await client.post(f"{CHATS}/render", {"messages": MESSAGES})
-            statistics = service.llm.llm.statistics
+            statistics = service.engine.llm.statistics
             assert statistics.prefix_query_tokens == statistics.num_prompt_tokens == 0
             assert (await client.get("/load")).json == {"server_load": 0}
 

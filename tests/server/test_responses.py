@@ -75,11 +75,11 @@ async def until_it_is_over(client: Client, name: str) -> Any:
             await asyncio.sleep(0.005)
 
 
-def test_a_response_has_all_its_fields() -> None:
+def test_a_response_has_all_its_fields(llm: AsyncLLM) -> None:
     expected = text_of(12)
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             fields = {"metadata": {"a": "b"}, "user": "u", "prompt_cache_key": "k"}
             answer = (await client.post("/v1/responses", {**BODY, **fields})).json
@@ -109,11 +109,11 @@ def test_a_response_has_all_its_fields() -> None:
     run(ask())
 
 
-def test_the_events_come_in_order() -> None:
+def test_the_events_come_in_order(llm: AsyncLLM) -> None:
     expected = text_of(12)
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             answer = await client.post("/v1/responses", {**BODY, "stream": True})
             found = names(answer)
@@ -143,11 +143,11 @@ def test_the_events_come_in_order() -> None:
     run(ask())
 
 
-def test_openais_own_client_reads_them() -> None:
+def test_openais_own_client_reads_them(llm: AsyncLLM) -> None:
     expected = text_of(12)
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+        async with serving(CONFIG, llm=llm) as anonymous, listening(anonymous) as address:
             asking = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="bob-key", max_retries=0)
             async with asking as client:
                 whole = await client.responses.create(**BODY)
@@ -172,7 +172,7 @@ def test_openais_own_client_reads_them() -> None:
     run(ask())
 
 
-def test_a_kept_response_is_continued_from_the_cache() -> None:
+def test_a_kept_response_is_continued_from_the_cache(llm: AsyncLLM) -> None:
     # A mark after the role, as models have: no token is of both the template and what is said.
     marked = (
         "{% for m in messages %}# {{ m.role }}:<|endoftext|>{{ m.content }}{{ '\n' }}{% endfor %}"
@@ -184,7 +184,7 @@ def test_a_kept_response_is_continued_from_the_cache() -> None:
     )
 
     async def ask() -> None:
-        async with serving(config) as anonymous:
+        async with serving(config, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             first = (await client.post("/v1/responses", BODY)).json
             fields = {**BODY, "input": "And?", "previous_response_id": first["id"]}
@@ -223,11 +223,11 @@ def test_a_kept_response_is_continued_from_the_cache() -> None:
     run(ask())
 
 
-def test_what_is_kept_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_kept_is_in_no_log(caplog: pytest.LogCaptureFixture, llm: AsyncLLM) -> None:
     caplog.set_level(logging.DEBUG)
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             secret = {**BODY, "input": "my name is Rumpelstiltskin", "background": True}
             made = (await client.post("/v1/responses", secret)).json
@@ -241,9 +241,9 @@ def test_what_is_kept_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
     run(ask())
 
 
-def test_input_items_come_in_pages() -> None:
+def test_input_items_come_in_pages(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+        async with serving(CONFIG, llm=llm) as anonymous, listening(anonymous) as address:
             given = [{"role": "user", "content": str(number)} for number in range(7)]
             asking = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="bob-key")
             async with asking as client:
@@ -262,9 +262,9 @@ def test_input_items_come_in_pages() -> None:
     run(ask())
 
 
-def test_nothing_is_kept_where_that_is_not_wanted() -> None:
+def test_nothing_is_kept_where_that_is_not_wanted(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             answer = (await client.post("/v1/responses", {**BODY, "store": False})).json
             assert (await client.get(f"/v1/responses/{answer['id']}")).status == 404
@@ -277,7 +277,7 @@ def test_nothing_is_kept_where_that_is_not_wanted() -> None:
     run(ask())
 
 
-def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
+def test_thoughts_text_and_calls_are_items_of_their_own(llm: AsyncLLM) -> None:
     said = (
         '<think>Two numbers.</think>I add.\n<tool_call>{"name": "add", "arguments": '
         '{"a": true, "b": "x"}}</tool_call>'
@@ -287,7 +287,7 @@ def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
     )
 
     async def ask() -> None:
-        async with serving(config) as client, listening(client) as address:
+        async with serving(config, llm=llm) as client, listening(client) as address:
             saying(client, said)
             fields = {**BODY, "max_output_tokens": 60, "tools": [ADD]}
             answer = await client.post("/v1/responses", {**fields, "stream": True})
@@ -338,9 +338,9 @@ def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
     run(ask())
 
 
-def test_a_required_tool_is_called() -> None:
+def test_a_required_tool_is_called(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+        async with serving(CONFIG, llm=llm) as anonymous, listening(anonymous) as address:
             asking = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="bob-key", max_retries=0)
             async with asking as client:
                 fields = {**BODY, "max_output_tokens": 100, "tools": [ADD]}
@@ -362,11 +362,11 @@ def test_a_required_tool_is_called() -> None:
     run(ask())
 
 
-def test_a_call_that_breaks_off_is_no_call_to_go_on_with() -> None:
+def test_a_call_that_breaks_off_is_no_call_to_go_on_with(llm: AsyncLLM) -> None:
     said = 'I add. <tool_call>{"name": "add", "arguments": {"a": tr'
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             saying(anonymous, said)
             fields = {**BODY, "max_output_tokens": 60, "tools": [ADD]}
@@ -384,11 +384,11 @@ def test_a_call_that_breaks_off_is_no_call_to_go_on_with() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_call_that_the_limit_cuts_is_an_incomplete_item(streams: bool) -> None:
+def test_a_call_that_the_limit_cuts_is_an_incomplete_item(streams: bool, llm: AsyncLLM) -> None:
     said = '<tool_call>{"name": "add", "arguments": {"a": tr'
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             saying(anonymous, said, reason="length")
             fields = {**BODY, "max_output_tokens": 60, "tools": [ADD], "stream": streams}
@@ -406,9 +406,9 @@ def test_a_call_that_the_limit_cuts_is_an_incomplete_item(streams: bool) -> None
     run(ask())
 
 
-def test_the_form_of_the_text() -> None:
+def test_the_form_of_the_text(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+        async with serving(CONFIG, llm=llm) as anonymous, listening(anonymous) as address:
             client = anonymous.with_key("alice-key")
             form: dict[str, Any] = {"type": "json_schema", "name": "sum", "schema": SCHEMA}
             fields = {**BODY, "max_output_tokens": 100, "text": {"format": form}}
@@ -433,9 +433,9 @@ def test_the_form_of_the_text() -> None:
     run(ask())
 
 
-def test_logprobs_are_those_of_the_text() -> None:
+def test_logprobs_are_those_of_the_text(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             for fields, num_top in (({"include": ["message.output_text.logprobs"]}, 0),
                                     ({"top_logprobs": 2}, 2)):  # fmt: skip
@@ -455,9 +455,9 @@ def test_logprobs_are_those_of_the_text() -> None:
     run(ask())
 
 
-def test_a_conversation_that_is_too_long_loses_its_beginning() -> None:
+def test_a_conversation_that_is_too_long_loses_its_beginning(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             given = [
                 {"role": role, "content": f"{number} " + "def f(): pass\n" * 5}
@@ -512,9 +512,9 @@ def test_what_is_wrong_is_said(llm: AsyncLLM, fields: dict[str, Any], said: str)
     run(ask())
 
 
-def test_what_does_nothing_is_named() -> None:
+def test_what_does_nothing_is_named(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             fields = {"include": ["reasoning.encrypted_content"], "made_up": 1,
                       "reasoning": {"effort": "low", "summary": "auto"}}  # fmt: skip
             answer = await anonymous.with_key("bob-key").post("/v1/responses", {**BODY, **fields})
@@ -526,15 +526,15 @@ def test_what_does_nothing_is_named() -> None:
     run(ask())
 
 
-def test_an_engine_that_fails_is_an_event_and_an_answer() -> None:
+def test_an_engine_that_fails_is_an_event_and_an_answer(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
 
             def generate(_: Any) -> Any:
                 raise ValueError("a secret of the engine")
 
-            anonymous.service.llm.generate = generate
+            anonymous.service.engine.generate = generate
             answer = await client.post("/v1/responses", {**BODY, "stream": True})
             assert names(answer)[-1] == "response.failed"
             last = answer.events[-1]["response"]
@@ -548,9 +548,9 @@ def test_an_engine_that_fails_is_an_event_and_an_answer() -> None:
     run(ask())
 
 
-def test_leaving_ends_it_and_keeps_nothing() -> None:
+def test_leaving_ends_it_and_keeps_nothing(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             for stream in (True, False):
                 body = {**LONG, "stream": stream}
@@ -565,11 +565,11 @@ def test_leaving_ends_it_and_keeps_nothing() -> None:
 BEHIND = {**BODY, "background": True}
 
 
-def test_it_goes_on_without_a_connection() -> None:
+def test_it_goes_on_without_a_connection(llm: AsyncLLM) -> None:
     expected = text_of(12)
 
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             begun = (await client.post("/v1/responses", BEHIND)).json
             is_as_openai_says(begun)
@@ -585,15 +585,15 @@ def test_it_goes_on_without_a_connection() -> None:
     run(ask())
 
 
-def test_cancelling_frees_its_memory_at_once() -> None:
+def test_cancelling_frees_its_memory_at_once(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+        async with serving(CONFIG, llm=llm) as anonymous, listening(anonymous) as address:
             client, bob = anonymous.with_key("alice-key"), anonymous.with_key("bob-key")
             for what in ("cancel", "delete"):
                 fields = {**LONG, "background": True}
                 name = (await client.post("/v1/responses", fields)).json["id"]
                 async with asyncio.timeout(20):
-                    while not (await client.service.llm.usage()).num_sequences:
+                    while not (await client.service.engine.usage()).num_sequences:
                         await asyncio.sleep(0.001)
                 for theirs in (f"/v1/responses/{name}/cancel", f"/v1/responses/{name}"):
                     assert (await bob.post(theirs)).status in (404, 405)
@@ -608,7 +608,7 @@ def test_cancelling_frees_its_memory_at_once() -> None:
                     else:
                         await asking.responses.delete(name)
                 # What is asked for between two steps comes after the end of what was cancelled.
-                assert (await client.service.llm.usage()).num_sequences == 0
+                assert (await client.service.engine.usage()).num_sequences == 0
                 assert client.service.admission.num_under_way == len(client.service.background) == 0
                 status = (await client.get(f"/v1/responses/{name}")).status
                 assert status == (200 if what == "cancel" else 404)
@@ -616,11 +616,11 @@ def test_cancelling_frees_its_memory_at_once() -> None:
     run(ask())
 
 
-def test_so_many_and_no_more() -> None:
+def test_so_many_and_no_more(llm: AsyncLLM) -> None:
     config = ServerConfig(chat_template=TEMPLATE, max_background_responses=2)
 
     async def ask() -> None:
-        async with serving(config) as client:
+        async with serving(config, llm=llm) as client:
             begun = [
                 (await client.post("/v1/responses", {**LONG, "background": True})).json
                 for _ in range(2)
@@ -638,9 +638,9 @@ def test_so_many_and_no_more() -> None:
     run(ask())
 
 
-def test_one_that_is_cancelled_before_it_begins_holds_nothing() -> None:
+def test_one_that_is_cancelled_before_it_begins_holds_nothing(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             own = anonymous.service.background.start
 
@@ -657,9 +657,9 @@ def test_one_that_is_cancelled_before_it_begins_holds_nothing() -> None:
     run(ask())
 
 
-def test_its_events_can_be_read_again_from_anywhere() -> None:
+def test_its_events_can_be_read_again_from_anywhere(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous, listening(anonymous) as address:
+        async with serving(CONFIG, llm=llm) as anonymous, listening(anonymous) as address:
             client = anonymous.with_key("alice-key")
             call = client.call("/v1/responses", {**BEHIND, "stream": True})
             await call.until(4)
@@ -688,9 +688,9 @@ def test_its_events_can_be_read_again_from_anywhere() -> None:
     run(ask())
 
 
-def test_a_server_that_stops_stops_them() -> None:
+def test_a_server_that_stops_stops_them(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving(CONFIG) as anonymous:
+        async with serving(CONFIG, llm=llm) as anonymous:
             client = anonymous.with_key("alice-key")
             await client.post("/v1/responses", {**LONG, "background": True})
             assert not await client.service.drain(0.0)

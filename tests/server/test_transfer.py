@@ -1,6 +1,8 @@
 """Two servers and a proxy: one computes a prompt, the other goes on with it."""
 
 import json
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.process import Process, running
+from server.process import Process, body, events, running
 
 WORDS = " ".join(f"word{number}" for number in range(120))
 ASKED = {"model": "demo", "prompt": WORDS, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -22,17 +24,26 @@ CHAT = {
 
 
 def flags(role: str, **extra: Any) -> list[str]:
+    """Have a server wait for blocks as long as it takes: computing these prompts is quicker."""
     config = {
         "kv_connector": "QuireConnector",
         "kv_role": role,
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {"wait_s": 60, **extra},
     }
-    return ["--kv-transfer-config", json.dumps(config), "--kv-cache-memory-bytes", "16MiB"]
+    return [
+        *("--kv-transfer-config", json.dumps(config)),
+        *("--kv-cache-memory-bytes", "16MiB"),
+        *("--shutdown-timeout", "60"),
+    ]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, Process]]:
-    where = f"unix:{tmp_path_factory.mktemp('transfer')}/peer"
+def where(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"unix:{tmp_path_factory.mktemp('transfer')}/peer"
+
+
+@pytest.fixture(scope="module")
+def servers(where: str) -> Iterator[tuple[Process, Process]]:
     with (
         running(*flags("kv_producer", listen=where, size="8MiB")) as prefill,
         running(*flags("kv_consumer", peers=[where])) as decode,
@@ -99,3 +110,42 @@ def test_wrong_types_are_refused_and_unknown_fields_are_not(
         answer = httpx.post(servers[1].url + "/v1/completions", json=body, timeout=60)
         assert answer.status_code == status, answer.text
         assert status == 200 or "kv_transfer_params" in answer.json()["error"]["param"]
+
+
+def test_a_server_that_is_told_to_stop_leaves_its_prompts_to_another(
+    servers: tuple[Process, Process], where: str
+) -> None:
+    """By SIGTERM, with a stream under way, which goes on to its end."""
+    asked = {**ASKED, "prompt": f"import os\n{WORDS}"}
+    with (
+        running(*flags("kv_consumer", peers=[where], drain_to=where)) as old,
+        httpx.Client(base_url=old.url, timeout=60) as client,
+    ):
+        expected = client.post("/v1/completions", json=asked).raise_for_status().json()
+        streamed = {**body(f"import sys\n{WORDS}", 300), "stream_options": {"include_usage": True}}
+        with client.stream("POST", "/v1/completions", json=streamed) as response:
+            pieces = events(response)
+            next(pieces)
+            old.child.send_signal(signal.SIGTERM)
+            old.wait_for("told to stop")
+            *_, last, usage, done = pieces
+        assert last is not None
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert usage is not None
+        assert usage["usage"]["completion_tokens"] == 300
+        assert done is None
+        assert old.end() == 0
+        found = re.search(r"(\d+) cached blocks are stored for those who come after", old.log)
+        assert found is not None, old.log
+        assert "Traceback" not in old.log
+    heir = servers[0]
+    answer = httpx.post(heir.url + "/v1/completions", json=asked, timeout=60).json()
+    assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+    usage = answer["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 16
+    # The stream's prompt and what it was answered, too.
+    longer = {**streamed, "stream": False, "max_tokens": 1}
+    del longer["stream_options"]
+    usage = httpx.post(heir.url + "/v1/completions", json=longer, timeout=60).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 16
+    assert int(found[1]) >= 2 * (usage["prompt_tokens"] // 16)

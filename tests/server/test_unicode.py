@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from quire import AsyncLLM
 from server.asking import Answer, Client, run, serving
 
 AT = "/v1/completions"
@@ -29,9 +30,9 @@ async def streamed(client: Client, slow: bool = False, **fields: Any) -> tuple[s
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_characters_of_several_tokens_come_whole(slow: bool) -> None:
+def test_characters_of_several_tokens_come_whole(slow: bool, llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             for seed, form in enumerate(FORMS):
                 fields = {"structured_outputs": form, "seed": seed, "max_tokens": 200}
                 whole = (await client.post(AT, {"prompt": "def", **fields})).json
@@ -45,9 +46,9 @@ def test_characters_of_several_tokens_come_whole(slow: bool) -> None:
     run(ask())
 
 
-def test_a_text_that_ends_within_a_character_says_so_at_its_end_only() -> None:
+def test_a_text_that_ends_within_a_character_says_so_at_its_end_only(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             torn = 0
             for most in range(1, 12):
                 fields = {"structured_outputs": FORMS[1], "seed": 3, "max_tokens": most}
@@ -63,10 +64,10 @@ def test_a_text_that_ends_within_a_character_says_so_at_its_end_only() -> None:
     run(ask())
 
 
-def test_bytes_that_are_no_text_come_as_the_tokenizer_reads_them() -> None:
+def test_bytes_that_are_no_text_come_as_the_tokenizer_reads_them(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving() as client:
-            tokenizer = client.service.llm.llm.tokenizer
+        async with serving(llm=llm) as client:
+            tokenizer = client.service.engine.llm.tokenizer
             for seed in range(5):
                 fields = {"temperature": 50.0, "seed": seed, "max_tokens": 40, "ignore_eos": True}
                 body = {"prompt": "def", **fields, "return_token_ids": True}
@@ -78,9 +79,9 @@ def test_bytes_that_are_no_text_come_as_the_tokenizer_reads_them() -> None:
     run(ask())
 
 
-def test_no_part_of_a_stop_gets_out_before_it_is_whole() -> None:
+def test_no_part_of_a_stop_gets_out_before_it_is_whole(llm: AsyncLLM) -> None:
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(llm=llm) as client:
             fields: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
             body = {"prompt": "def", **fields}
             whole = (await client.post(AT, body)).json["choices"][0]["text"]

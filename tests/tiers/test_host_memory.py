@@ -57,6 +57,27 @@ def test_what_was_used_outlives_a_flood_of_what_was_not() -> None:
     tier.check()
 
 
+def test_where_little_comes_again_what_was_used_stays() -> None:
+    """Most names come once. Those that come again are more than half of what fits."""
+    tier, clock = filled(256)
+    good = new_names(180)
+    found = 0
+    for turn in range(30):
+        clock.now_s += 2 * ROUND_S
+        for name in good:
+            if tier.find([name], soon()):
+                found += loaded(tier, [name])
+            else:
+                assert store(tier, [name]) == 1
+        clock.now_s += 2 * ROUND_S
+        flood = new_names(400)
+        for start in range(0, len(flood), 16):
+            assert store(tier, flood[start : start + 16]) == len(flood[start : start + 16])
+        found *= turn != 19  # the first turns are for learning
+    assert found >= 0.8 * 10 * len(good)
+    tier.check()
+
+
 def test_it_tells_what_it_evicts_once_it_is_asked() -> None:
     tier, _ = filled(4)
     for _ in range(2):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from conformance.covering import examples
 from quire.errors import ConfigError
 from quire.traces import open_trace
 from traces import files
@@ -262,7 +263,9 @@ def test_servegen_without_a_file(tmp_path: Path) -> None:
         ]
     ),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(50, of=150)
+)
 def test_no_bytes_give_anything_but_requests_or_our_error(
     text: bytes, head: bytes, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "serve": "Serve a model over HTTP with OpenAI's and Anthropic's API, metrics and a memory "
         "page.",
+        "fleet": "Serve a model with several replicas behind one address, on Ray Serve.",
         "chat": "Chat with a model: on any server with OpenAI's API, or in an engine of its own.",
         "generate": "Continue a text, and show how much memory its KV cache took.",
         "compare": "Run the same prompts under all four strategies, and draw their memory.",
@@ -96,7 +97,7 @@ def help_of(command: Callable[..., None]) -> str:
 
 def _class_of(name: str) -> type[TyperCommand] | None:
     """Return the parser of a command that takes vLLM's flags, or ``--model`` for its argument."""
-    if name == "serve":
+    if name in ("serve", "fleet"):
         from quire.cli.vllm import VllmCommand
 
         return VllmCommand
@@ -114,7 +115,7 @@ def main() -> None:
     """
     named = [argument for argument in sys.argv[1:2] if argument in COMMANDS]
     # SIGTERM ends a server with exit code 0, also while it still imports its modules.
-    with StopSignals() if named == ["serve"] else nullcontext():
+    with StopSignals() if named in (["serve"], ["fleet"]) else nullcontext():
         _run(named)
 
 

@@ -1,8 +1,9 @@
 """Run ``quire hit-rates``: compute the hit rates of prefix caches on a trace."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -11,19 +12,35 @@ from rich.markup import escape
 from rich.progress import Progress, TaskProgressColumn, TimeRemainingColumn
 from rich.table import Table
 
-from quire.cli.options import AsJson, plain_table, progress_bar
+from quire.cli.options import AsJson, in_panel, plain_table, progress_bar
+from quire.cli.planned_tiers import TierSizes, TierSpeeds, tiers_table
+from quire.config import EngineConfig
+from quire.config.engine_config import TIERS_PANEL
+from quire.engine.kv_sizing import stored_spec
 from quire.errors import ConfigError
+from quire.kv import DEFAULT_POLICY
+from quire.planner.hardware import SPEEDS, roofline
 from quire.planner.hit_rates import (
+    OPTIMUM,
     OWN_POLICIES,
     HitRates,
     Prompts,
+    TieredHits,
     hit_rate_curve,
+    kept_blocks,
     prompts_of,
     require_policies,
     round_sizes,
+    tiered_hits,
 )
+from quire.planner.kept_records import KeptRecords
+from quire.planner.planned_tiers import PlannedTier, TierTable, planned_tiers
+from quire.planner.simulation.simulated_engine import prices_of
+from quire.planner.subject import find_subject
 from quire.traces import Trace, form_names, open_trace
-from quire.units import format_count, parse_count
+from quire.units import ceil_div, format_count, parse_count
+
+DEFAULT_DEVICE = "h100"
 
 
 def hit_rates(  # noqa: PLR0913 - each is a flag
@@ -75,18 +92,50 @@ def hit_rates(  # noqa: PLR0913 - each is a flag
     seed: Annotated[
         int, typer.Option(help="Random seed for arrival times that the trace lacks.")
     ] = 0,
+    kv_tier: Annotated[
+        list[str] | None,
+        in_panel(
+            TIERS_PANEL,
+            "A tier behind each cache, as for quire serve: memory:?size=160GiB, file:PATH, … It is "
+            "not opened. May be given several times, the nearest first.",
+        ),
+    ] = None,
+    tier_speed: TierSpeeds = None,
+    tier_size: TierSizes = None,
+    model: Annotated[
+        str | None,
+        in_panel(
+            TIERS_PANEL,
+            "The model whose blocks tiers hold: a folder, a name of quire plan --list, or a hub "
+            "name. Default: the demo model.",
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        in_panel(
+            TIERS_PANEL,
+            f"What computes that tiers do not find, for the seconds saved: {', '.join(SPEEDS)}.",
+        ),
+    ] = DEFAULT_DEVICE,
     as_json: AsJson = False,
 ) -> None:
     """Compute the hit rate of a prefix cache on a trace, by cache size and policy.
 
+    With --kv-tier, also what tiers behind caches of these sizes find, under the first policy:
+    everything is stored, and a request takes no time. quire simulate has time, and the engine's
+    own choice of what is stored.
+
     \b
     quire hit-rates mooncake.jsonl
     quire hit-rates mooncake.jsonl --cache-tokens 1M,4M --policies lru,optimum
+    quire hit-rates mooncake.jsonl --cache-tokens 400k --model Llama-3.1-8B \\
+        --kv-tier 'memory:?size=200GiB' --kv-tier 'file:/kv?size=2TiB' --tier-speed file=6,3
 
-    Raises: ConfigError.
+    Raises: ConfigError, ModelNotLoadable.
     """
     console = Console(stderr=True)
     chosen = _policies(policies)
+    behind = _Behind.of(kv_tier or (), tier_speed or (), tier_size or (), model, device)
     if not 0 <= warmup_fraction < 1:
         raise ConfigError(f"--warmup-fraction {warmup_fraction} must be at least 0 and below 1")
     if max_skipped < 0:
@@ -110,6 +159,19 @@ def hit_rates(  # noqa: PLR0913 - each is a flag
             skip_requests=int(warmup_fraction * prompts.num_requests),
             on_work=_teller(progress),
         )
+        policy = DEFAULT_POLICY if chosen[0] == OPTIMUM else chosen[0]
+        tiered = [
+            tiered_hits(
+                prompts,
+                size,
+                behind.empty(prompts.block_tokens),
+                policy=policy,
+                on_request=partial(_tell_tiers, progress, prompts.num_requests),
+                first_counted=int(warmup_fraction * prompts.num_requests),
+            )
+            for size in (sizes or round_sizes(prompts))
+            if behind.tiers
+        ]
     if found.counts.num_skipped:
         console.print(
             f"{found.counts.num_skipped:,} rows were skipped; the first is "
@@ -117,10 +179,13 @@ def hit_rates(  # noqa: PLR0913 - each is a flag
             markup=False,
         )
     if as_json:
-        print(json.dumps(as_dict(rates, found)))
+        of_tiers = behind.as_dict(tiered, policy, prompts.block_tokens) if tiered else {}
+        print(json.dumps({**as_dict(rates, found), **of_tiers}))
         return
     out = Console(highlight=False)
     for table in (_table(rates, found), _reasons(rates)):
+        out.print(table)
+    for table in behind.tables(tiered, policy, prompts.block_tokens) if tiered else ():
         out.print(table)
     for line in _notes(rates):
         out.print(line, markup=False, soft_wrap=True)
@@ -151,6 +216,129 @@ def _policies(text: str | None) -> Sequence[str]:
     names = OWN_POLICIES if text is None else tuple(text.split(","))
     require_policies(names, "--policies")
     return names
+
+
+# -- tiers -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Behind:
+    """The tiers behind a cache, and what computing a token takes."""
+
+    tiers: tuple[PlannedTier, ...]
+    model: str
+    device: str
+    token_s: float
+
+    @classmethod
+    def of(
+        cls,
+        addresses: Sequence[str],
+        speeds: Sequence[str],
+        sizes: Sequence[str],
+        model: str | None,
+        device: str,
+    ) -> "_Behind":
+        """Read the options. Raises: ConfigError, ModelNotLoadable."""
+        table = TierTable.of(speeds, sizes)
+        config = EngineConfig.from_options(kv_tier=tuple(addresses))
+        table.require_used(config.tiers)
+        if not config.tiers:
+            if model is not None:
+                raise ConfigError(f"--model {model} is of use with --kv-tier only: leave it out")
+            return cls(tiers=(), model="", device=device, token_s=0)
+        subject = find_subject(model, dtype=config.dtype)
+        costs = roofline(subject, subject.spec, device, 1)
+        tiers = planned_tiers(
+            config,
+            stored_spec(config, subject.spec).groups,
+            block_size=config.block_size,
+            table=table,
+        )
+        prices = prices_of(costs, config.max_num_batched_tokens)
+        return cls(
+            tiers=tiers,
+            model=subject.name,
+            device=device,
+            token_s=prices.token_s,
+        )
+
+    def empty(self, block_tokens: int) -> list[KeptRecords]:
+        """Make what the tiers would keep, in the trace's blocks; there is nothing yet."""
+        return [kept_blocks(tier, block_tokens) for tier in self.tiers]
+
+    def load_s(self, number: int, found: TieredHits, block_tokens: int) -> float:
+        """Return the seconds of all loads from a tier."""
+        each = found.tiers[number]
+        if not each.num_loads:
+            return 0.0
+        blocks = each.loaded_blocks * block_tokens // self.tiers[number].block_size
+        return each.num_loads * self.tiers[number].load_s(ceil_div(blocks, each.num_loads))
+
+    def saved_s(self, found: TieredHits, block_tokens: int) -> float:
+        """Return the seconds to compute what tiers had, less those to load it."""
+        computing_s = self.token_s * sum(tier.hit_tokens for tier in found.tiers)
+        return computing_s - sum(
+            self.load_s(number, found, block_tokens) for number in range(len(self.tiers))
+        )
+
+    def tables(
+        self, several: Sequence[TieredHits], policy: str, block_tokens: int
+    ) -> Iterator[Table]:
+        """Yield a table of the tiers, and one of what they found behind each size of cache."""
+        yield tiers_table(self.tiers, f"Tiers, with blocks of {self.model}")
+        sizes = (_tokens(each.cache_tokens) for each in several)
+        table = plain_table(f"Behind a cache with {policy}", "percent of prompt tokens", *sizes)
+
+        def percent(num_tokens: Sequence[int]) -> list[str]:
+            pairs = zip(num_tokens, several, strict=True)
+            return [f"{100 * part / each.prompt_tokens:.1f}" for part, each in pairs]
+
+        table.add_row("found in the cache", *percent([each.pool_hit_tokens for each in several]))
+        for number, tier in enumerate(self.tiers):
+            hits = [each.tiers[number] for each in several]
+            table.add_row(f"found in {tier.name}", *percent([each.hit_tokens for each in hits]))
+        table.add_row("[bold]found in all[/]", *percent([each.hit_tokens for each in several]))
+        table.add_section()
+        for number, tier in enumerate(self.tiers):
+            hits = [each.tiers[number] for each in several]
+            held = (each.num_blocks * block_tokens for each in hits)
+            evicted = (each.num_evicted * block_tokens for each in hits)
+            table.add_row(f"{tier.name}: tokens held at the end", *map(_tokens, held))
+            table.add_row("… tokens evicted", *map(_tokens, evicted))
+            seconds = (self.load_s(number, each, block_tokens) for each in several)
+            table.add_row("… seconds of loading", *(f"{each:,.0f}" for each in seconds))
+        saved = (f"{self.saved_s(each, block_tokens):,.0f}" for each in several)
+        table.add_row(f"seconds saved on {self.device}, less loading", *saved)
+        yield table
+
+    def as_dict(
+        self, several: Sequence[TieredHits], policy: str, block_tokens: int
+    ) -> dict[str, Any]:
+        """Return the same as a JSON object."""
+        return {
+            "tiers": [asdict(tier) for tier in self.tiers],
+            "behind": {
+                "model": self.model,
+                "device": self.device,
+                "policy": policy,
+                "caches": [
+                    {
+                        **asdict(each),
+                        "hit_tokens": each.hit_tokens,
+                        "hit_fraction": each.hit_fraction,
+                        "saved_s": self.saved_s(each, block_tokens),
+                    }
+                    for each in several
+                ],
+            },
+        }
+
+
+def _tell_tiers(progress: Progress, num_requests: int, done: int) -> None:
+    """Show how far the replay through tiers is, in the bar of the last work."""
+    task = progress.task_ids[-1]
+    progress.update(task, description="with tiers", completed=done, total=num_requests)
 
 
 def _read(

@@ -13,17 +13,20 @@ from rich.console import Console
 
 from quire.cli.options import AsJson, load_model, with_engine_options
 from quire.cli.plan_report import as_dict, print_plan, print_table_of_models
+from quire.cli.planned_tiers import TierSizes, TierSpeeds
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.memory import HostMemory
 from quire.memory.machine import may_have_cuda, read_machine
 from quire.memory.machine.probe import spare_mappings
-from quire.planner.capacity import CapacityPlan, Divide, PlanTarget, typical
+from quire.planner.capacity import CapacityPlan, Divide, PlanTarget, tiers_of, typical
 from quire.planner.capacity import plan as make_plan
 from quire.planner.fit import changes, longest, most_sequences
-from quire.planner.hardware import DEVICES, machine_of, machine_with
+from quire.planner.hardware import DEVICES, SPEEDS, machine_of, machine_with, roofline
 from quire.planner.hardware import device as device_of
+from quire.planner.planned_tiers import TierTable
 from quire.planner.sequence_memory import PlannedLengths
+from quire.planner.simulation.simulated_engine import prices_of
 from quire.planner.subject import Subject, find_subject, published_models
 from quire.spec.tensor_parallel import rank_spec
 from quire.units import format_count, parse_bytes
@@ -81,16 +84,22 @@ def plan(  # noqa: PLR0913 - flags
             "--validate", help="Also run the engine under each strategy, and compare the bytes."
         ),
     ] = False,
+    tier_speed: TierSpeeds = None,
+    tier_size: TierSizes = None,
     as_json: AsJson = False,
     engine: dict[str, Any],
 ) -> None:
     """Plan what fits: bytes per token, the budget, and sequences per strategy and rule.
+
+    With --kv-tier, also what each tier holds, and from how many tokens on loading a prompt from it
+    is quicker than computing it on --device. No tier is opened.
 
     \b
     quire plan
     quire plan Llama-3.1-8B --device h100 --max-model-len 32768
     quire plan Qwen3-32B --device l40s --tp 4 --fit length
     quire plan ./my-model --memory 64GB --input-len 4000 --output-len 500
+    quire plan Llama-3.1-8B --device h100 --kv-tier 'memory:?size=160GiB' --tier-speed memory=25,25
     quire plan --validate
 
     Raises: ConfigError, ModelNotLoadable, MemoryUnavailable.
@@ -105,6 +114,8 @@ def plan(  # noqa: PLR0913 - flags
     tp = num_ranks_of(tp, config)
     if device is None and memory is None:
         device = "cpu" if validate else config.device
+    table = TierTable.of(tier_speed or (), tier_size or ())
+    table.require_used(config.tiers)
     place = place_of(memory, device, num_ranks=tp)
     subject = find_subject(model, dtype=config.dtype)
     request = _request(subject, config, input_len, output_len)
@@ -118,13 +129,25 @@ def plan(  # noqa: PLR0913 - flags
         return
     with Console(stderr=True).status("planning …"):
         divide = _engines_way(subject) if config.tensor_parallel_size > 1 else rank_spec
-        found = make_plan(subject, config, place, num_ranks=tp, divide=divide, request=request)
+        found = make_plan(
+            subject,
+            config,
+            place,
+            num_ranks=tp,
+            divide=divide,
+            request=request,
+        )
         fitted, found = _fitted(found, fit, for_many="max_num_seqs" in engine)
         remedies = [] if found.fits else list(changes(found))
+    token_s = None
+    tiers = tiers_of(found, table)
+    if tiers and device is not None and device in SPEEDS:
+        costs = roofline(subject, rank_spec(subject.spec, tp), device, tp)
+        token_s = prices_of(costs, config.max_num_batched_tokens).token_s
     if as_json:
-        print(json.dumps(as_dict(found, remedies, fitted)))
+        print(json.dumps(as_dict(found, remedies, fitted, tiers=tiers, token_s=token_s)))
     else:
-        print_plan(found, remedies, fitted)
+        print_plan(found, remedies, fitted, tiers=tiers, token_s=token_s)
 
 
 def num_ranks_of(tp: int, config: EngineConfig) -> int:

@@ -10,10 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from quire.cli.options import plain_table
+from quire.cli.planned_tiers import tiers_table
 from quire.cli.report import ledger_table
 from quire.kv import STRATEGIES
 from quire.planner.capacity import CapacityPlan, Cell
 from quire.planner.fit import OptionChange
+from quire.planner.planned_tiers import PlannedTier, pays_from
 from quire.planner.subject import PublishedModels as Models
 from quire.spec import (
     ChunkedAttention,
@@ -85,14 +87,23 @@ def start_up(
 # -- the report ------------------------------------------------------------------------------------
 
 
-def print_plan(found: CapacityPlan, remedies: Sequence[OptionChange], fitted: str | None) -> None:
-    """Print the model, bytes per token, the budget, the comparison, and what to change."""
+def print_plan(
+    found: CapacityPlan,
+    remedies: Sequence[OptionChange],
+    fitted: str | None,
+    *,
+    tiers: Sequence[PlannedTier] = (),
+    token_s: float | None = None,  # to compute a token; None: not known
+) -> None:
+    """Print the model, bytes per token, the budget, tiers, the comparison, and what to change."""
     console = Console(highlight=False)
     for line in _subject(found):
         console.print(line, soft_wrap=True)
     console.print()
     console.print(_layers(found))
     console.print(ledger_table(found.subject.name, found.ledger, *_in_tokens(found)))
+    for table in _tiers(found, tiers, token_s) if tiers else ():
+        console.print(table)
     console.print(_comparison(found))
     for line in _notes(found):
         console.print(line, soft_wrap=True)
@@ -134,7 +145,12 @@ def print_table_of_models(models: Models, *, as_json: bool) -> None:
 
 
 def as_dict(
-    found: CapacityPlan, remedies: Sequence[OptionChange], fitted: str | None
+    found: CapacityPlan,
+    remedies: Sequence[OptionChange],
+    fitted: str | None,
+    *,
+    tiers: Sequence[PlannedTier] = (),
+    token_s: float | None = None,
 ) -> dict[str, Any]:
     """Return the plan as a JSON object."""
     return {
@@ -163,6 +179,7 @@ def as_dict(
         "chosen": _cell(found.cell),
         "page_table_bytes": found.page_table_bytes(max(1, found.cell.num_sequences)),
         "cells": [_cell(cell) for cell in found.cells],
+        "tiers": [{**asdict(tier), **_pays(found, tier, token_s)} for tier in tiers],
         "would_fit_with": [asdict(change) for change in remedies],
     }
 
@@ -276,6 +293,61 @@ def _in_tokens(found: CapacityPlan) -> tuple[str, str]:
         f"{cell.num_longest:,.2f} sequences of {format_count(found.needs.context_tokens)}",
         besides,
     )
+
+
+def _tiers(
+    found: CapacityPlan, tiers: Sequence[PlannedTier], token_s: float | None
+) -> Iterator[Table]:
+    """Yield what each tier holds, and whether loading from it is quicker than computing."""
+    yield tiers_table(tiers, "Tiers: blocks outside the KV memory")
+    tokens = found.request.input_tokens
+    table = plain_table(
+        f"A prompt of {format_count(tokens)} tokens, loaded and computed",
+        "tier",
+        "holds so many KV memories",
+        "loaded in",
+        "computed in",
+        "pays from",
+    )
+    for tier in tiers:
+        figures = _pays(found, tier, token_s)
+        pools = "" if figures["pools"] is None else f"{figures['pools']:,.1f}"
+        table.add_row(
+            tier.name,
+            pools,
+            _milliseconds(figures["load_s"]),
+            "" if token_s is None else _milliseconds(figures["compute_s"]),
+            _tokens_from(figures["pays_from_tokens"]) if token_s is not None else "",
+        )
+    yield table
+
+
+def _pays(found: CapacityPlan, tier: PlannedTier, token_s: float | None) -> dict[str, Any]:
+    """Return what a tier holds in KV memories, and what a typical prompt takes."""
+    tokens, kv_bytes = found.request.input_tokens, found.cell.kv_bytes
+    held = tier.num_tokens
+    pool_tokens = kv_bytes / found.needs.bytes_per_token if kv_bytes else 0
+    return {
+        "tokens": held,
+        "pools": None if held is None or not pool_tokens else held / pool_tokens,
+        "load_s": tier.load_s(max(1, tokens // tier.block_size)),
+        "compute_s": None if token_s is None else tokens * token_s,
+        "pays_from_tokens": None
+        if token_s is None
+        else pays_from(
+            tier,
+            token_s,
+            most_tokens=found.needs.context_tokens,
+        ),
+    }
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms"
+
+
+def _tokens_from(tokens: int | None) -> str:
+    return "never" if tokens is None else f"{format_count(tokens)} tokens"
 
 
 def _comparison(found: CapacityPlan) -> Table:

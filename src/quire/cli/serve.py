@@ -60,7 +60,7 @@ def serve(
     def load() -> Any:
         for note in notes_of(context):
             log.info("%s", note)
-        _warn_if_open(config)
+        warn_if_open(config)
         options = dict(engine)
         if num_gpu_blocks_override is not None:
             options |= _blocks(num_gpu_blocks_override, model, own)
@@ -107,7 +107,8 @@ def _blocks(count: int, model: str | None, config: EngineConfig) -> dict[str, in
     return {"kv_cache_memory_bytes": count * block_bytes}
 
 
-def _warn_if_open(config: ServerConfig) -> None:
+def warn_if_open(config: ServerConfig) -> None:
+    """Warn where every client of the network may use the model."""
     if not config.is_local and not config.api_key:
         also = "" if config.admin_api_key else ", see other clients' sequences, and administer it"
         log.warning(

@@ -16,13 +16,16 @@ from rich.progress import TaskID, TextColumn
 
 from quire.cli.options import AsJson, in_panel, plain_table, progress_bar, with_engine_options
 from quire.cli.plan import num_ranks_of, place_of
+from quire.cli.planned_tiers import TierSizes, TierSpeeds
 from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
+from quire.fleet.prefix_directory import MAX_REPLICAS
 from quire.planner.hardware import SPEEDS, roofline
+from quire.planner.planned_tiers import TierTable
 from quire.planner.simulation.cost_model import FittedCosts, StepCosts
-from quire.planner.simulation.replica import ROUTES
-from quire.planner.simulation.result import Goals, SimulationResult
+from quire.planner.simulation.result import Goals, SimulationResult, TierFigures, TierTotals
+from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, ROUTES
 from quire.planner.simulation.simulator import Fleet, fleet_for
 from quire.planner.simulation.simulator import simulate as run_simulation
 from quire.planner.simulation.timeline import ChromeTrace
@@ -32,10 +35,13 @@ from quire.traces import Trace, TraceRequest, form_names, open_trace
 from quire.traces.synthetic import Gamma, LogNormal, Synthetic
 from quire.units import format_bytes, format_count
 
+_MOST_DELAY_MS = 60_000
+
 # -- the table -------------------------------------------------------------------------------------
 
 Named: TypeAlias = tuple[str, SimulationResult]
-Row: TypeAlias = tuple[str, Callable[[SimulationResult], str]]
+Figure: TypeAlias = Callable[[SimulationResult], str]
+Row: TypeAlias = tuple[str, Figure]
 
 
 def print_results(several: Several[Named], *, notes: Several[str]) -> None:
@@ -48,8 +54,11 @@ def print_results(several: Several[Named], *, notes: Several[str]) -> None:
         ("requests served", _SERVED),
         ("memory held, mean over time", _HELD),
         ("prefix cache, and repeated work", [*_misses(results), *_TWICE]),
+        ("tiers", list(_tiers(results))),
         ("latencies", list(_latencies())),
     ):
+        if not rows:
+            continue
         table.add_section()
         table.add_row(f"[bold]{title}[/]")
         for label, figure in rows:
@@ -116,6 +125,39 @@ def _misses(results: Several[SimulationResult]) -> Iterator[Row]:
 
 # What the table says for a value of ``PrefixHit.shortfall``.
 _WORDS = MappingProxyType({"unknown": "never seen", "strategy": "strategy has no cache"})
+
+
+def _tiers(results: Several[SimulationResult]) -> Iterator[Row]:
+    """Yield what tiers were asked for, found, saved and wasted, and then what each one did."""
+    known = [each.tiers for each in results if each.tiers is not None]
+    if not known:
+        return
+
+    def of_all(figure: Callable[[SimulationResult, TierTotals], str]) -> Figure:
+        return lambda r: "" if r.tiers is None else figure(r, r.tiers)
+
+    def of_one(number: int, figure: Callable[[SimulationResult, TierFigures], str]) -> Figure:
+        return of_all(lambda r, t: figure(r, t.tiers[number]))
+
+    yield "prompt tokens asked for", of_all(lambda r, t: _of_prompts(t.queried_tokens, r))
+    yield "… that came in time", of_all(lambda r, t: _of_prompts(t.hit_tokens, r))
+    yield "seconds of computing saved", of_all(lambda r, t: f"{t.saved_s:,.1f} s")
+    yield "loads that came too late", of_all(lambda r, t: format_count(t.num_late))
+    yield "tokens loaded for nothing", of_all(lambda r, t: format_count(t.wasted_tokens))
+    yield "… evicted before their use", of_all(lambda r, t: format_count(t.evicted_tokens))
+    yield "blocks stored", of_all(lambda r, t: format_count(t.stored_blocks))
+    yield "… evicted before that", of_all(lambda r, t: format_count(t.dropped_blocks))
+    for number, tier in enumerate(known[0].tiers):
+        name = tier.name
+        yield f"{name}: holds", of_one(number, lambda _, t: format_bytes(t.used_bytes))
+        yield "… found", of_one(number, lambda r, t: _of_prompts(t.hit_tokens, r))
+        yield "… records evicted", of_one(number, lambda _, t: format_count(t.num_evicted))
+        yield "… read", of_one(number, lambda _, t: format_bytes(t.read_bytes))
+        yield "… written", of_one(number, lambda _, t: format_bytes(t.written_bytes))
+
+
+def _of_prompts(num_tokens: int, result: SimulationResult) -> str:
+    return f"{num_tokens / max(1, result.prefix_query_tokens):.1%}"
 
 
 def _latencies() -> Iterator[Row]:
@@ -255,6 +297,14 @@ def simulate(  # noqa: PLR0913 - each is a flag
     routing: Annotated[
         str, in_panel("Machine", f"How a request is routed to a replica: {', '.join(ROUTES)}.")
     ] = "round-robin",
+    event_delay: Annotated[
+        float,
+        in_panel(
+            "Machine", "Milliseconds after which the routing hears of blocks, tokens and loads."
+        ),
+    ] = 1000 * DEFAULT_EVENT_DELAY_S,
+    tier_speed: TierSpeeds = None,
+    tier_size: TierSizes = None,
     trace_format: Annotated[
         str | None,
         in_panel(
@@ -319,6 +369,9 @@ def simulate(  # noqa: PLR0913 - each is a flag
     --cache, --kv-cache-memory-bytes, --scheduling-policy, --prefix-caching-policy and --budget
     take several values with commas between them. Each combination is simulated and compared.
 
+    --kv-tier adds a tier behind the KV memory, as for quire serve. No address is opened: a tier
+    has the size of its address or of --tier-size, and the speed of its kind or of --tier-speed.
+
     \b
     quire simulate --model Qwen3-8B --request-rate 8 --random-prefix-len 512
     quire simulate conversation.jsonl --model Llama-3.1-8B --device h100
@@ -326,10 +379,11 @@ def simulate(  # noqa: PLR0913 - each is a flag
     quire simulate trace.jsonl --tp 8 --replicas 4 --routing prefix-aware
     quire simulate trace.csv --calibration here.json --budget auto,vllm
     quire simulate trace.jsonl --cache paged,virtual --report out.html
+    quire simulate trace.jsonl --kv-tier 'memory:?size=160GiB' --tier-speed memory=25,25
 
     Raises: ConfigError, ModelNotLoadable, MemoryUnavailable.
     """
-    _refuse(replicas, tp, routing)
+    _refuse(replicas, tp, routing, event_delay)
     if calibration is not None and device is not None:
         raise ConfigError("--calibration and --device both give the speed: give one")
     if report is not None:
@@ -353,6 +407,8 @@ def simulate(  # noqa: PLR0913 - each is a flag
     )
     if chrome_trace is not None and len(variants) * len(traffic.sources) > 1:
         raise ConfigError("--chrome-trace takes one simulation: name one trace and no lists")
+    tier_table = TierTable.of(tier_speed or (), tier_size or ())
+    tier_table.require_used(variants[0][1].tiers)
     subject = find_subject(model, dtype=variants[0][1].dtype)
     strategies = {config.cache for _, config in variants}
     costs, notes = _costs(subject, device, calibration, tp, strategies)
@@ -381,7 +437,9 @@ def simulate(  # noqa: PLR0913 - each is a flag
                     num_replicas=replicas,
                     routing=routing,
                     num_ranks=tp,
+                    tier_table=tier_table,
                 )
+                fleet = replace(fleet, event_delay_s=event_delay / 1000)
                 label = " · ".join(filter(None, [source if len(traffic.sources) > 1 else "", name]))
                 view.begin(label)
                 requests = traffic.open(source, view.read)
@@ -398,6 +456,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
                     notes.append(f"{source}: {skipped:,} rows were skipped")
                 found.append((label, result))
                 fleets.append(fleet)
+        notes += _speeds_of_tiers(fleets[0])
         if report is not None:
             simulated = Simulated(
                 subject=subject,
@@ -491,13 +550,29 @@ def _costs(
     return roofline(subject, rank_spec(subject.spec, tp), name, tp), [note]
 
 
-def _refuse(replicas: int, tp: int, routing: str) -> None:
+def _refuse(replicas: int, tp: int, routing: str, event_delay: float) -> None:
     """Check the numbers of engines and the routing. Raises: ConfigError."""
     for name, value, most in (("replicas", replicas, 4096), ("tp", tp, 1024)):
         if not 1 <= value <= most:
             raise ConfigError(f"--{name} {value} must be from 1 to {most:,}")
     if routing not in ROUTES:
         raise ConfigError(f"--routing {routing!r} is unknown; known: {', '.join(ROUTES)}")
+    if not 0 <= event_delay <= _MOST_DELAY_MS:
+        raise ConfigError(
+            f"--event-delay {event_delay:g} must be from 0 to {_MOST_DELAY_MS:,} milliseconds"
+        )
+    if routing == "prefix-aware" and replicas > MAX_REPLICAS:
+        raise ConfigError(
+            f"--replicas {replicas} is too many for --routing prefix-aware, which knows the caches "
+            f"of {MAX_REPLICAS} at most; take least-loaded"
+        )
+
+
+def _speeds_of_tiers(fleet: Fleet) -> Iterator[str]:
+    for tier in fleet.tiers:
+        size = "no limit" if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes)
+        holder = "shared by all replicas" if tier.is_shared else "of each replica"
+        yield f"{tier.name}: {size}, {holder}; {tier.speed} ({tier.speed.source})"
 
 
 def _refusals(found: list[Named]) -> Iterator[str]:

@@ -17,9 +17,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from quire.cli.fleet_view import FleetView
 from quire.cli.keyboard import unseen
 from quire.cli.options import DEFAULT_URL, ApiKey, client
 from quire.errors import ConfigError
+from quire.fleet.fleet_status import FleetStatus
 from quire.http import Http, RefusedByServer
 from quire.server.dashboard.frames import (
     FEED,
@@ -273,6 +275,8 @@ def _row(start: int, cells: Cells, each: int) -> range:
 # -- the command -----------------------------------------------------------------------------------
 
 _AGAIN_S = 2.0  # between two attempts to connect
+_FLEET_S = 1.0  # between two looks at a fleet
+_NO_ENGINE_HERE = 501  # a fleet's door has no cache to show
 _SILENCE_S = 60.0  # a server sends something every ten seconds, even if its memory does not change
 
 
@@ -287,6 +291,8 @@ def top(
     ] = False,
 ) -> None:
     """Watch a server's KV memory: its sequences, their blocks, and tokens per second.
+
+    Of a fleet's door it shows the replicas: their state, load, and what they find of prompts.
 
     q ends it.
 
@@ -317,7 +323,7 @@ def top(
 
 async def _print_one(http: Http, url: str, console: Console) -> None:
     """Print the first frame. Raises: OSError, ValueError."""
-    async with aclosing(_views(http, url)) as views:
+    async with aclosing(_pictures(http, url)) as views:
         async for view in views:
             console.print(view)
             return
@@ -351,10 +357,10 @@ def _take_key(keyboard: int, ended: asyncio.Event) -> None:
 
 
 async def _show(http: Http, url: str, live: Live) -> None:
-    view: View | None = None
+    view: View | FleetView | None = None
     while True:
         try:
-            async with aclosing(_views(http, url, view)) as views:
+            async with aclosing(_pictures(http, url, view)) as views:
                 async for view in views:
                     live.update(view, refresh=True)
         except (OSError, ValueError):
@@ -364,6 +370,24 @@ async def _show(http: Http, url: str, live: Live) -> None:
             view = view.lost()
             live.update(view, refresh=True)
         await asyncio.sleep(_AGAIN_S)
+
+
+async def _pictures(
+    http: Http, url: str, last: View | FleetView | None = None
+) -> AsyncGenerator[View | FleetView, None]:
+    """Yield what there is to see: of an engine its cache, of a fleet's door its replicas."""
+    if not isinstance(last, FleetView):
+        try:
+            async with aclosing(_views(http, url, last)) as views:
+                async for view in views:
+                    yield view
+            return
+        except RefusedByServer as error:
+            if error.status != _NO_ENGINE_HERE:
+                raise
+    while True:
+        yield FleetView(url, msgspec.convert(await http.get("/fleet"), FleetStatus))
+        await asyncio.sleep(_FLEET_S)
 
 
 async def _views(http: Http, url: str, view: View | None = None) -> AsyncGenerator[View, None]:

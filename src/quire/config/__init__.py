@@ -1,4 +1,5 @@
-"""Define every option once: ``EngineConfig`` for an engine, ``ServerConfig`` for a server.
+"""Define every option once: ``EngineConfig`` for an engine, ``ServerConfig`` for a server,
+``FleetConfig`` for several engines behind one address.
 
 Options have vLLM's names where vLLM has one. A flag or an argument overrides the environment
 (``QUIRE_BLOCK_SIZE=32``), which overrides the default. No other room reads the environment.
@@ -10,8 +11,11 @@ from quire.config.environment import (
     keep_few_shapes,
     kernel_dir,
     names_threads,
+    prepare_own_ray,
+    ray_address,
     wait_patiently,
 )
+from quire.config.fleet_config import FleetConfig
 from quire.config.kv_events import KVEventsConfig
 from quire.config.kv_transfer import KVTransferConfig
 from quire.config.option import ADVANCED
@@ -22,6 +26,7 @@ __all__ = [
     "KV_CACHE_DTYPES",
     "LOOPBACK",
     "EngineConfig",
+    "FleetConfig",
     "KVEventsConfig",
     "KVTransferConfig",
     "ServerConfig",
@@ -30,5 +35,7 @@ __all__ = [
     "keep_few_shapes",
     "kernel_dir",
     "names_threads",
+    "prepare_own_ray",
+    "ray_address",
     "wait_patiently",
 ]

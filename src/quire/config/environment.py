@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -150,6 +151,25 @@ def as_rank(rank: int, loopback: str) -> Iterator[None]:
 def names_threads() -> bool:
     """Return whether OMP_NUM_THREADS or MKL_NUM_THREADS is set."""
     return bool(os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"))
+
+
+def ray_address() -> str | None:
+    """Return the address of a Ray cluster that runs (RAY_ADDRESS); None: there is none to join."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def prepare_own_ray() -> None:
+    """Set what a Ray that this process starts is to do, unless the environment says otherwise.
+
+    Ray's processes listen on every interface, so they ask for a token that is drawn here. No
+    statistics of use leave the machine, and Serve's own lines stay in its log files. Call it before
+    Ray is imported.
+    """
+    if not os.environ.get("RAY_AUTH_MODE"):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
 
 
 def _named(variable: str, error: ConfigError) -> ConfigError:

@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from quire.engine.llm import LLM, MOST_CLEAR_S, STILL_CLEARING, Observer, require_cleared
 from quire.engine.outputs import CompletionOutput, TextDelta, completion
 from quire.engine.prompts import Prompt
+from quire.engine.request_maker import ModelFacts
 from quire.engine.request_tracker import RequestState, RequestTracker
 from quire.engine.scheduling.offload_policy import OffloadReport
 from quire.engine.sequence import Request, Sequence
@@ -57,10 +58,11 @@ class AsyncLLM:
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        output_token_ids: tuple[int, ...] = (),
     ) -> Request:
         """Tokenize and check a prompt, in another thread, for ``generate`` and ``complete``.
 
-        ``kv_transfer_params`` are those of ``LLM.request``.
+        ``kv_transfer_params`` and ``output_token_ids`` are those of ``LLM.request``.
 
         Raises: RequestError; RequestTooLong.
         """
@@ -74,7 +76,15 @@ class AsyncLLM:
             priority=priority,
             keys=keys,
             kv_transfer_params=kv_transfer_params,
+            output_token_ids=output_token_ids,
         )
+        return await self._made(make, params)
+
+    async def adopt(self, request: Request) -> Request:
+        """Check a request of another process, in another thread. Raises: RequestError."""
+        return await self._made(partial(self.llm.adopt, request), request.params)
+
+    async def _made(self, make: Callable[[], Request], params: Params) -> Request:
         slow = isinstance(params, SamplingParams) and params.structured_outputs is not None
         thread = self._compiling if slow else self._preparing
         return await asyncio.get_running_loop().run_in_executor(thread, make)
@@ -87,7 +97,7 @@ class AsyncLLM:
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
         request_id: str | None = None,
-    ) -> AsyncIterator[TextDelta]:
+    ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt, piece by piece. The last piece of each choice has a finish_reason.
 
         A ``Request`` has its params, priority and keys already. ``request_id`` is for ``abort``.
@@ -158,6 +168,29 @@ class AsyncLLM:
         except TimeoutError:
             raise TierError(STILL_CLEARING) from None
         return True
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What can be known of the model without its weights."""
+        return self.llm.facts
+
+    @property
+    def administration(self) -> "AsyncLLM":
+        """What an operator may ask of this engine: all that is here."""
+        return self
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the LLM was put to sleep."""
+        return self.llm.is_sleeping
+
+    def check_sleep(self, level: int) -> None:
+        """Check a level of ``sleep``. Raises: RequestError."""
+        self.llm.check_sleep(level)
+
+    def check_reset_external(self) -> None:
+        """Check that all tiers can forget what they have of this model. Raises: RequestError."""
+        self.llm.check_reset_external()
 
     @property
     def tiers(self) -> OffloadReport | None:

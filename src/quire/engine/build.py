@@ -19,7 +19,7 @@ from quire.engine.fallbacks import OtherAttention
 from quire.engine.kv_budget import cache_config, kv_ledger, named_memory
 from quire.engine.kv_cache import KVCache
 from quire.engine.kv_sizing import stored_spec
-from quire.engine.offloading import make_offloading
+from quire.engine.open_tiers import make_offloading
 from quire.engine.parallel.leader import LeaderGroup
 from quire.engine.parallel.model_part import PartedModel, load_parts
 from quire.engine.profile import StepBytes, measured_step_bytes

@@ -3,6 +3,7 @@
 A character may span tokens, and a stop string too. Text is held back until it is certain.
 """
 
+from copy import copy
 from typing import Any
 
 from quire.sampling_params import SamplingParams
@@ -26,6 +27,12 @@ class Detokenizer:
         self._num_tokens = 0
         self._held = ""  # certain characters that may begin a stop string
         self._num_exempt = 0  # of them, those that come too early to complete one
+
+    def copy(self) -> "Detokenizer":
+        """Return another that goes on from here."""
+        other = copy(self)
+        other._ids = list(self._ids)
+        return other
 
     def add(self, token_id: int, *, last: bool = False) -> str:
         """Add a token, and return the text that can be shown; all of it, if it is the last."""

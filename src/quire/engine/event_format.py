@@ -8,7 +8,7 @@ are not None.
 A block is named by 64 bits of its chained SHA-256, as vLLM does. Where the chain begins with a
 tenant, which is made from an API key, or with a salt, the hash would tell a right guess at those
 from a wrong one. Such a block is named by a keyed hash instead, and so is the salt; the key is the
-encoder's own. A tenant is left out: no reader could compare it, and routers would find nothing.
+encoder's own, or a fleet's. A tenant is left out: no reader could compare it.
 
 Source: vLLM 0.33.0, vllm/distributed/kv_events.py (names, order and meaning of the fields).
 """
@@ -43,7 +43,7 @@ SEQUENCE_BYTES = 8
 NO_MORE = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)  # the number behind a replay's last
 
 _HASH_BYTES = 8
-_KEY_BYTES = 32
+KEY_BYTES = 32
 _SALT_MARK_BYTES = 16
 _RANK = 0  # one engine has all the blocks
 _PLACE = "@"  # between an image's id and its place in a block
@@ -116,21 +116,37 @@ def decode_batch(payload: bytes) -> EventBatch:
     return msgspec.msgpack.decode(payload, type=EventBatch)
 
 
+def block_name(digest: bytes, root_keys: Extra, key: bytes) -> int:
+    """Return a block's name in events: 64 bits of its hash, keyed where its chain has a secret."""
+    if any(tag in SECRETS for tag, _ in root_keys):
+        digest = blake2b(digest, key=key, digest_size=_HASH_BYTES).digest()
+    return int.from_bytes(digest[-_HASH_BYTES:], "big")
+
+
 # -- from the index to messages --------------------------------------------------------------------
 
 
 @final
 class EventEncoder:
-    """Writes the events of one prefix index. Two encoders name blocks of a tenant differently."""
+    """Writes the events of one prefix index.
 
-    def __init__(self, groups: Sequence[Group], block_size: int) -> None:
-        """``groups``: of layers, as events number them; ``block_size``: tokens of a block."""
+    Two encoders name blocks of a tenant differently, unless they have one ``key``: then who has it,
+    too, can tell which of a tenant's prefixes they have, and names stay what they are.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], block_size: int, *, key: bytes | None = None
+    ) -> None:
+        """``groups``: of layers, as events number them; ``block_size``: tokens of a block.
+
+        ``key``: 32 bytes that are kept secret; None: drawn here.
+        """
         self._block_size = block_size
         self._kinds = [_KINDS.get(type(group.spec), _OTHER_KIND) for group in groups]
         self._windows = [
             group.spec.window if isinstance(group.spec, SlidingWindow) else None for group in groups
         ]
-        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._key = key or secrets.token_bytes(KEY_BYTES)
         self._pack = msgspec.msgpack.Encoder()
 
     def encode(self, at_s: float, events: Iterable[BlockEvent]) -> bytes:
@@ -200,10 +216,7 @@ class EventEncoder:
         return RemovedBlocks(block_hashes=[number], medium=event.medium, group_idx=event.group_idx)
 
     def _number(self, digest: bytes, root_keys: Extra) -> int:
-        """Return a block's name: 64 bits of its hash, keyed where the chain has a secret."""
-        if any(tag in SECRETS for tag, _ in root_keys):
-            digest = blake2b(digest, key=self._key, digest_size=_HASH_BYTES).digest()
-        return int.from_bytes(digest[-_HASH_BYTES:], "big")
+        return block_name(digest, root_keys, self._key)
 
     def _extra(self, event: BlockStored) -> ExtraKeys:
         """Return a block's extra keys, in vLLM's order and without their tags."""

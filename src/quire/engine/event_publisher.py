@@ -12,10 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from quire.config import KVEventsConfig
-from quire.engine.event_format import NO_MORE, SEQUENCE_BYTES, EventEncoder
+from quire.engine.event_format import KEY_BYTES, NO_MORE, SEQUENCE_BYTES, EventEncoder
 from quire.errors import ConfigError
 from quire.kv import Accounting
 from quire.kv.interface import BlockEventSource
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 _LINGER_MS = 500  # that a message may wait for a slow subscriber once the publisher is closed
 _CLOSE_S = 1.0  # in which the queue is emptied then
 _JOIN_S = _CLOSE_S + 2 * _LINGER_MS / 1000
+_SHORTEST_SECRET, _LONGEST_SECRET = 16, 4096  # bytes of a file with the key of names
 _MAX_ASKED_BYTES = 64  # of a frame that asks for a replay; its number has 8
 
 
@@ -57,6 +60,7 @@ class EventPublisher:
         self._replay: zmq.Socket[bytes] | None = None
         self.endpoint = config.endpoint  # of the stream, with the port that was taken for port 0
         self.replay_endpoint = config.replay_endpoint
+        self._name_key: bytes | None = None
         self._encoder: EventEncoder | None = None
         self._thread: threading.Thread | None = None
         self._accounting: Accounting | None = None  # that events were taken from last …
@@ -84,7 +88,8 @@ class EventPublisher:
     def open(self) -> None:
         """Take the addresses, before a model is loaded in vain.
 
-        Raises: ConfigError for an address that cannot be taken, and without the package pyzmq.
+        Raises: ConfigError for an address that cannot be taken, for a key that cannot be read, and
+        without the package pyzmq.
         """
         try:
             import zmq
@@ -94,6 +99,8 @@ class EventPublisher:
                 "pip install quire[events]"
             ) from error
         config = self._config
+        if config.name_key is not None:
+            self._name_key = read_name_key(config.name_key)
         self._context = zmq.Context()
         self._context.linger = _LINGER_MS  # of each socket: it bounds the end of the process too
         try:
@@ -119,7 +126,7 @@ class EventPublisher:
         Raises: ConfigError where the cache notes no events.
         """
         self._accounting, self._source = accounting, _source(accounting)
-        self._encoder = EventEncoder(accounting.groups, block_size)
+        self._encoder = EventEncoder(accounting.groups, block_size, key=self._name_key)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(
             target=self._run, args=(self._wake,), name="quire-events", daemon=True
@@ -257,6 +264,26 @@ class EventPublisher:
                 os.close(wake)
         if self._context is not None:
             self._context.destroy(linger=_LINGER_MS)
+
+
+def read_name_key(path: str) -> bytes:
+    """Read the key of names from a file with a secret. Raises: ConfigError.
+
+    A fleet's directory takes the same key.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            secret = file.read(_LONGEST_SECRET + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"kv_events_config: name_key={path!r} cannot be read: {error.strerror}"
+        ) from None
+    if not _SHORTEST_SECRET <= len(secret) <= _LONGEST_SECRET:
+        raise ConfigError(
+            f"kv_events_config: name_key={path!r} has {min(len(secret), _LONGEST_SECRET + 1):,} "
+            f"bytes; a secret has {_SHORTEST_SECRET} to {_LONGEST_SECRET:,}"
+        )
+    return blake2b(secret, digest_size=KEY_BYTES, person=b"quire names").digest()
 
 
 def _source(accounting: Accounting) -> BlockEventSource:

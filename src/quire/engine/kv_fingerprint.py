@@ -84,10 +84,11 @@ class BlockLayout:
 
     @classmethod
     def of(cls, accounting: Accounting, storage: Storage) -> "BlockLayout":
-        """Describe the blocks of a cache that tiers can serve (``require_blocks``)."""
-        assert isinstance(accounting, ExternalBlocks)
-        assert isinstance(storage, BlockBytes)
-        groups, block_size = accounting.groups, accounting.index.block_size
+        """Describe the blocks of a cache. One without blocks has its groups alone."""
+        groups = accounting.groups
+        if not isinstance(accounting, ExternalBlocks) or not isinstance(storage, BlockBytes):
+            return cls(groups=groups, block_size=0, order="ranges", rows=((),) * len(groups))
+        block_size = accounting.index.block_size
         tokens = [1 if isinstance(group.spec, KeptWhole) else block_size for group in groups]
         return cls(
             groups=groups,

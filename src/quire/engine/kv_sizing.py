@@ -13,7 +13,7 @@ from quire.kv.layout import attention_groups, slot_bytes, stacking, suited_to
 from quire.memory.budget import Footprint, Ledger, Needs, make_ledger
 from quire.memory.machine import Machine
 from quire.spec import ChunkedAttention, Group, KeptWhole, ModelSpec, RecurrentState, SlidingWindow
-from quire.units import format_count, parse_bytes
+from quire.units import ceil_div, format_count, parse_bytes
 
 _SHORT_TOKENS = 128  # a prompt and an answer: a smaller cache is of no use
 # Libraries, compiled kernels and threads take addresses after sizing: 345 MiB with two threads,
@@ -21,7 +21,8 @@ _SHORT_TOKENS = 128  # a prompt and an answer: a smaller cache is of no use
 _LATER_ADDRESS_BYTES = 640 * 2**20
 _SWAP_PIECE_BYTES = 32 * 2**20  # copied at once, at least
 _LEAST_STAGING_BYTES = 64 * 2**20
-_STAGED_BLOCKS = 16
+_LEAST_FILLED = 4  # blocks of all groups
+_MOST_FILLED_BYTES = 2**30  # of a step, that staging memory is made for
 _ENDLESS_TOKENS = 2**30  # longer than any window
 _ALIGNMENT_BYTES = 64  # of a layer's parts, four at most
 
@@ -158,7 +159,8 @@ def tier_bytes(config: EngineConfig, groups: Iterable[Group]) -> int:
         if address.kind == "memory"
     )
     leased_bytes = 0 if transfer is None else transfer.size_bytes
-    return sum(in_memory) + leased_bytes + staging_bytes(groups, config.block_size)
+    step_tokens = config.max_num_batched_tokens
+    return sum(in_memory) + leased_bytes + staging_bytes(groups, config.block_size, step_tokens)
 
 
 def require_blocks(
@@ -188,10 +190,11 @@ def require_blocks(
         )
 
 
-def staging_bytes(groups: Iterable[Group], block_size: int) -> int:
+def staging_bytes(groups: Iterable[Group], block_size: int, step_tokens: int) -> int:
     """Return the bytes through which blocks go to tiers and come back.
 
-    They hold some blocks of all groups, and twice what a sequence reads of windows.
+    They hold what four steps of ``step_tokens`` fill, and twice what a sequence reads of windows.
+    Half of it is for stores: what one step has filled is on its way while the next one goes out.
     """
     several = tuple(groups)
     blocks = sum(group.block_bytes(block_size) for group in several)
@@ -200,7 +203,8 @@ def staging_bytes(groups: Iterable[Group], block_size: int) -> int:
         for group in several
         if isinstance(group.spec, SlidingWindow | ChunkedAttention)
     )
-    return max(_LEAST_STAGING_BYTES, _STAGED_BLOCKS * blocks + 2 * windows)
+    filled = min(ceil_div(step_tokens, block_size) * blocks, _MOST_FILLED_BYTES)
+    return max(_LEAST_STAGING_BYTES, 4 * max(filled, _LEAST_FILLED * blocks) + 2 * windows)
 
 
 def longest_tokens(config: EngineConfig, name: str, spec: ModelSpec) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any, TypeAlias
@@ -18,7 +17,8 @@ from quire.engine.build import build, loaded_model
 from quire.engine.cache_lock import CacheLock
 from quire.engine.elastic import Elasticity
 from quire.engine.event_publisher import EventPublisher
-from quire.engine.offloading import CLEAR_S
+from quire.engine.kv_fingerprint import BlockLayout, kv_fingerprint
+from quire.engine.offloading.forgetting import CLEAR_S
 from quire.engine.outputs import (
     CompletionOutput,
     Deliver,
@@ -30,25 +30,18 @@ from quire.engine.outputs import (
 )
 from quire.engine.parallel.model_part import refuse_options
 from quire.engine.pooling import Poolable, PromptEmbedding, pairs, scores
-from quire.engine.prompts import (
-    Prompt,
-    bad_word_ids,
-    encode,
-    params_for_each,
-    refuse_unknown_ids,
-    split,
-)
+from quire.engine.prompts import Prompt, params_for_each, split
+from quire.engine.request_maker import ModelFacts, RequestMaker
 from quire.engine.scheduling.offload_policy import OffloadReport
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.statistics import Statistics
 from quire.engine.step_plan import TokenOutput
-from quire.engine.structured import Grammars
-from quire.engine.transfer import read_params
 from quire.errors import ConfigError, MemoryUnavailable, RankLost, RequestError
 from quire.kv import NO_KEYS, Accounting, PrefixKeys, Usage
 from quire.kv.page_tables import usage_with_tables
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.machine.readings import Gauge
+from quire.models.file_hashes import CannotName
 from quire.models.loader import LoadedModel
 from quire.models.speech import Hearing
 from quire.sampling_params import (
@@ -59,6 +52,7 @@ from quire.sampling_params import (
     SamplingParams,
 )
 from quire.tiers import TierError
+from quire.tiers.fingerprint import Fingerprint
 from quire.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
@@ -115,18 +109,11 @@ class LLM:
             undo.pop_all()
         self._model_name = model if self._has_own_model else None
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        said = {
-            name: getattr(loaded.model.generation_config, name, None) for name in SAMPLING_DEFAULTS
-        }
-        self.sampling_defaults = {name: value for name, value in said.items() if value is not None}
         self.vocab_size = loaded.vocab_size
-        self._grammars = Grammars(
-            self.tokenizer, self.vocab_size, self.engine.scheduler.limits.eos_token_ids
-        )
+        self._maker = RequestMaker(self._facts(loaded))
         self.statistics = self.engine.scheduler.statistics
         self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
         self._listeners: dict[int, Listener | BeamSearch] = {}  # of unfinished sequences, by id
-        self._ids = count(1)
         self.sleep_level = 0  # 1: KV memory is given back; 2: and the model
         self._closed, self._close_is_over = False, Event()
         self._closing = Lock()  # lets one of two threads close
@@ -167,6 +154,7 @@ class LLM:
                 ranks.close()
             raise
         self._ranks, self._settled = ranks, parts.settled
+        self._loaded: LoadedModel | None
         self.spec, self.ledger = parts.spec, parts.ledger
         self.max_model_len = parts.max_model_len
         self.attention_backend, self.attention_way = parts.attention_backend, parts.attention_way
@@ -178,11 +166,49 @@ class LLM:
         if (offload := parts.engine.scheduler.offload) is not None:
             offload.store_when_idle(partial(_store_when_idle, weakref.ref(self)))
             weakref.finalize(self, offload.close)
-        self._source_prompts = parts.source_prompts
-        self.embeddings = Poolable.of(loaded)
-        begins = () if parts.source_prompts is None else parts.source_prompts.text_begins
-        self.hearing = Hearing.of(loaded, begins, parts.max_model_len)
+        self._source_prompts, self._loaded = parts.source_prompts, loaded
         return loaded
+
+    def _facts(self, loaded: LoadedModel) -> ModelFacts:
+        sources, transfer = self._source_prompts, self.config.kv_transfer_config
+        defaults = {
+            name: getattr(loaded.model.generation_config, name, None) for name in SAMPLING_DEFAULTS
+        }
+        begins = () if sources is None else sources.text_begins
+        return ModelFacts(
+            name=loaded.name,
+            model_type=self.spec.model_type,
+            tokenizer=loaded.tokenizer,
+            vocab_size=loaded.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.engine.scheduler.limits.eos_token_ids,
+            sampling_defaults={name: own for name, own in defaults.items() if own is not None},
+            embeddings=Poolable.of(loaded),
+            hearing=Hearing.of(loaded, begins, self.max_model_len),
+            source_prompts=sources,
+            takes_blocks=transfer is not None and transfer.is_own,
+        )
+
+    def fingerprint(self) -> Fingerprint | None:
+        """Return what the entries of its cache mean: the model by content, and options.
+
+        Weights are hashed, if they have not been. None where it cannot be told, and while the LLM
+        has no model: after ``close`` and asleep at level 2.
+        """
+        loaded = self._loaded
+        if loaded is None:
+            return None
+        try:
+            layout = BlockLayout.of(self._kv.accounting, self._kv.storage)
+            return kv_fingerprint(loaded, self.config, layout)
+        except CannotName as error:
+            log.warning("%s cannot be told from other models: %s", self.name, error)
+            return None
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What can be known of the model without its weights."""
+        return self._maker.facts
 
     def generate(
         self,
@@ -528,6 +554,7 @@ class LLM:
         priority: int = 0,
         keys: PrefixKeys = NO_KEYS,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        output_token_ids: tuple[int, ...] = (),
     ) -> Request:
         """Make a request of a prompt: for text, a beam search or an embedding, by its params.
 
@@ -535,43 +562,32 @@ class LLM:
         for another server, and what that answers brings them there. Without a
         ``kv_transfer_config`` they have no effect.
 
+        ``output_token_ids`` are the first tokens of its one continuation, which another engine has
+        generated. They are computed as a preempted sequence's are, and count for all limits, rules
+        and draws; what comes is what follows them, text included. If they end it already, its only
+        piece says so.
+
         Raises: RequestError.
         """
         self._refuse_if_out()
-        leaves_blocks, remote = read_params(kv_transfer_params)
-        pooling = params if isinstance(params, PoolingParams) else None
-        if pooling is not None:
-            self.embeddings.check(pooling)
-        beam = params if isinstance(params, BeamSearchParams) else None
-        if beam is not None:
-            params = beam.sampling(self.engine.scheduler.limits.eos_token_ids, self.vocab_size)
-        params = params if isinstance(params, SamplingParams) else SamplingParams()
-        if self.tokenizer is None and (params.stop or params.bad_words):
-            raise RequestError("this model has no tokenizer: stop and bad_words cannot be found")
-        for name in ("logit_bias", "allowed_token_ids"):
-            refuse_unknown_ids(getattr(params, name) or (), self.vocab_size, name)
-        structured = params.structured_outputs
-        sources = self._source_prompts
-        if sources is None:
-            source, token_ids = None, encode(prompt, self.tokenizer, self.vocab_size)
-        else:
-            source, token_ids = sources.read(prompt)
-        request = Request(
-            request_id=next(self._ids),
-            prompt_token_ids=token_ids,
-            params=params,
-            source=source,
-            keys=keys,
+        request = self._maker.make(
+            prompt,
+            params,
             priority=priority,
-            pooling=pooling,
-            beam=beam,
-            bad_words=bad_word_ids(params.bad_words, self.tokenizer, self.vocab_size),
-            grammar=None if structured is None else self._grammars.compile(structured),
-            suppressed=() if sources is None else sources.suppressed,
-            suppressed_first=() if sources is None else sources.suppressed_first,
-            leaves_blocks=leaves_blocks,
-            remote=remote,
+            keys=keys,
+            kv_transfer_params=kv_transfer_params,
+            output_token_ids=output_token_ids,
         )
+        self.engine.scheduler.check_request(request)
+        return request
+
+    def adopt(self, request: Request) -> Request:
+        """Check a request that another process has made, and make it this engine's.
+
+        Raises: RequestError.
+        """
+        self._refuse_if_out()
+        request = self._maker.adopt(request)
         self.engine.scheduler.check_request(request)
         return request
 
@@ -600,11 +616,16 @@ class LLM:
                     self.engine, request.beam, sequences, ends, self.tokenizer, index, deliver
                 )
                 self._listeners.update((sequence.seq_id, search) for sequence in sequences)
-            else:
-                for sequence in sequences:
-                    self._listeners[sequence.seq_id] = Listener(
-                        sequence, self.tokenizer, index, deliver
-                    )
+                return sequences
+            for sequence in sequences:
+                listener = Listener(sequence, self.tokenizer, index, deliver)
+                begun = request.resumption
+                if begun is None or begun.finish_reason is None:
+                    self._listeners[sequence.seq_id] = listener
+                    continue
+                # What was generated elsewhere is all of it.
+                listener.end(End(begun.finish_reason, stopped_by=begun.stopped_by))
+                self.engine.finish(sequence, begun.finish_reason)
         return sequences
 
     def abandon(self, sequences: Iterable[Sequence]) -> None:
@@ -719,6 +740,7 @@ class LLM:
                 if part is not None:
                     parts.callback(part.close)
             # Nothing needs the memory that was kept for the cache, or that held the model.
+            self._loaded = None
             parts.callback(self._resident.rest, short=not self._has_own_model)
             parts.callback(self._kv.close)
             parts.callback(self._resident.close)

@@ -94,6 +94,7 @@ class End:
 
     reason: FinishReason
     detail: str = ""
+    stopped_by: str | int | None = None  # the stop string or stop token
 
 
 class Listener:
@@ -104,7 +105,12 @@ class Listener:
         self._is_first = True
         self._detokenizer = None
         if tokenizer is not None:
-            self._detokenizer = Detokenizer(tokenizer, sequence.request.params)
+            begun = sequence.request.resumption
+            self._detokenizer = (
+                Detokenizer(tokenizer, sequence.request.params)
+                if begun is None or begun.detokenizer is None
+                else begun.detokenizer.copy()
+            )
 
     def hear(self, output: TokenOutput) -> End | None:
         """Deliver what a step did. Raises: what ``deliver`` raises.
@@ -161,6 +167,7 @@ class Listener:
                     token_ids=(),
                     finish_reason=end.reason,
                     detail=end.detail,
+                    stopped_by=end.stopped_by,
                     num_cached_tokens=sequence.num_cached_tokens,
                     latencies=Latencies.of(sequence),
                 )

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine.detokenizer import Detokenizer
 from quire.engine.structured import Grammar
 from quire.kv import NO_KEYS, PrefixKeys
 from quire.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
@@ -37,6 +38,15 @@ class RemoteBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """How far a continuation had come in the engine that began it."""
+
+    detokenizer: Detokenizer | None  # at the last token; None without a tokenizer
+    finish_reason: FinishReason | None  # None: it goes on
+    stopped_by: str | int | None = None  # the stop string or stop token that ended it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What a client asked for."""
 
@@ -54,6 +64,8 @@ class Request:
     pooling: PoolingParams | None = None  # it ends with its prompt's embedding, and has no text
     leaves_blocks: bool = False  # another server will go on with its prompt
     remote: RemoteBlocks | None = None  # another server has begun with it
+    output_token_ids: tuple[int, ...] = ()  # that another engine has generated: it goes on there
+    resumption: Resumption | None = None  # what follows from them
 
     @property
     def chosen_outside(self) -> bool:
@@ -101,6 +113,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but the first token
     embedding: Embedding | None = None  # if it was asked for, once it is computed
     kv_transfer_params: Mapping[str, object] | None = None  # of the blocks that it has left
+    remote: RemoteBlocks | None = None  # which wait for it at another server, until it first runs
     finish_reason: FinishReason | None = None
     finish_detail: str = ""  # for people: why it ended early
     fault: Fault = None  # why no token could be sampled
@@ -113,7 +126,9 @@ class Sequence:
     ended_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt_token_ids)
+        self.token_ids = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+        if not self.index:
+            self.remote = self.request.remote
 
     @property
     def num_tokens(self) -> int:
@@ -126,6 +141,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Return the output tokens that this engine has generated."""
+        return self.num_output_tokens - len(self.request.output_token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -233,7 +233,7 @@ class Statistics:
         sequence.ended_s = self.now_s
         self.num_finished[reason] += 1
         self.num_corrupted += sequence.fault == "model"
-        took, num_output = Latencies.of(sequence), sequence.num_output_tokens
+        took, num_output = Latencies.of(sequence), sequence.num_own_tokens
         self.e2e_s.observe(took.e2e_s)
         self.queue_s.observe(took.queue_s)
         for histogram, seconds in (

@@ -7,7 +7,7 @@ requests may name. ``ThreadedCarrier`` moves bytes, ``scheduling.offers`` decide
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, final
 from uuid import uuid4
@@ -19,9 +19,9 @@ from quire.errors import ConfigError, RequestError
 from quire.kv.prefix_index import BlockIdentity
 from quire.tiers import Deadline, TierError
 from quire.tiers.guard import GuardedTier
-from quire.tiers.record import Checksums, RecordFormat, Seal
+from quire.tiers.record import KeyedSeal, RecordFormat
 from quire.tiers.transfer.leased_records import LeasedRecords
-from quire.tiers.transfer.peer_address import PeerAddress
+from quire.tiers.transfer.peer_address import MOST_PORT, PeerAddress
 from quire.tiers.transfer.peer_frames import LONGEST_LEASE_BYTES, MOST_GROUPS, NONCE_BYTES, Hello
 from quire.tiers.transfer.peer_server import LONGEST_AWAIT_S, PeerServer
 from quire.tiers.transfer.peer_tier import PeerTier
@@ -53,7 +53,7 @@ class PeerTransfer:
         config: KVTransferConfig,
         plain: Sequence[RecordFormat],  # of each group
         sealed: Sequence[RecordFormat],
-        seal: Seal | None,  # of the sealed ones; None: there is no key
+        seal: KeyedSeal | None,  # of the sealed ones; None: there is no key
         fingerprint: bytes,  # 32 bytes
     ) -> None:
         """Bind the address to listen at. Raises: ConfigError."""
@@ -75,7 +75,7 @@ class PeerTransfer:
         for address in sorted(config.peers, key=str):
             is_sealed = self._is_sealed(address)
             self._links[address] = link = PeerTier(
-                address, self._hello(address), self._with(address)
+                address, self._hello(address), self._key(address)
             )
             self.peers[address] = GuardedTier(
                 f"peer {address}", link, self._formats[is_sealed], is_sealed=is_sealed
@@ -94,7 +94,7 @@ class PeerTransfer:
                 config.listen,
                 self.records,
                 self._hello(config.listen),
-                self._with(config.listen),
+                self._key(config.listen),
                 note_stored=self._note_stored,
             )
 
@@ -179,16 +179,29 @@ class PeerTransfer:
         left = self._leased if self._has_pushed and not self.records.is_empty else None
         return tuple(tier for tier in (peer, left) if tier is not None)
 
-    def wait_for(self, remote: RemoteBlocks, deadline: Deadline) -> None:
-        """Give a peer a while to copy out what it has leased."""
+    def least_wait_s(self, remote: RemoteBlocks | None) -> float:
+        """Return the seconds that a sequence waits for what peers have left, at the least."""
+        wait_s = self._config.extras.wait_s
+        return wait_s if wait_s and any(tier.may_load for tier in self.tiers_for(remote)) else 0.0
+
+    def wait_for(
+        self, remote: RemoteBlocks, deadline: Deadline, is_wanted: Callable[[], bool]
+    ) -> None:
+        """Give a peer a while to copy out what it has leased, as long as that ``is_wanted``."""
         peer = self._peer(remote)
         if peer is None or not peer.may_load:
             return
-        wait_s = min(LONGEST_AWAIT_S, _AWAIT_SHARE * deadline.left_s)
+        link = self._links[_address(remote)]
+        most_s = max(LONGEST_AWAIT_S, self._config.extras.wait_s)
+        until = Deadline.after(min(most_s, _AWAIT_SHARE * deadline.left_s))
         try:
-            self._links[_address(remote)].wait(remote.lease, wait_s, deadline)
-        except TierError as error:  # its tier is asked next, and counts the failure
-            log.debug("%s", error)
+            while is_wanted() and (wait_s := min(LONGEST_AWAIT_S, until.left_s)):
+                asked = Deadline.after(wait_s)
+                # What is not there, and was not waited for, will not come: the lease has ended.
+                if link.wait(remote.lease, wait_s, deadline) or asked.left_s:
+                    break
+        except TierError as error:
+            peer.note_failed("find", error)
 
     def release(self, remote: RemoteBlocks) -> None:
         """Tell a peer that its blocks are not needed any more."""
@@ -198,7 +211,7 @@ class PeerTransfer:
         try:
             self._links[_address(remote)].release(remote.lease, Deadline.after(_RELEASE_S))
         except TierError as error:  # the lease ends by time
-            log.debug("%s", error)
+            peer.note_failed("drop", error)
 
     def _peer(self, remote: RemoteBlocks) -> GuardedTier | None:
         try:
@@ -232,8 +245,8 @@ class PeerTransfer:
         """Return whether records to and from an address are sealed: other machines may listen."""
         return not address.is_unix and self._seal is not None
 
-    def _with(self, address: PeerAddress) -> Seal:
-        return Checksums() if address.is_unix or self._seal is None else self._seal
+    def _key(self, address: PeerAddress) -> bytes | None:
+        return None if address.is_unix or self._seal is None else self._seal.peers_key
 
     def _hello(self, address: PeerAddress) -> Hello:
         is_sealed = self._is_sealed(address)
@@ -259,14 +272,16 @@ def read_params(given: Mapping[str, Any] | None) -> tuple[bool, RemoteBlocks | N
         is_bool = isinstance(value, bool)
         if value is not None and (not isinstance(value, kind) or is_bool != (kind is bool)):
             raise RequestError(
-                f"kv_transfer_params: {name}={str(value)[:80]!r} must be of the type "
-                f"{kind.__name__}"
+                f"kv_transfer_params: {name} must be of the type {kind.__name__}, and is of "
+                f"{type(value).__name__}"
             )
     leaves = bool(given.get("do_remote_decode"))
     host, port = given.get("remote_host"), given.get("remote_port") or 0
     if not given.get("do_remote_prefill") or host is None:
         return leaves, None
     lease = given.get("remote_request_id") or ""
+    if not 0 <= port <= MOST_PORT:
+        raise RequestError(f"kv_transfer_params: remote_port must be from 0 to {MOST_PORT:,}")
     if len(host) > _LONGEST_HOST or len(lease) > LONGEST_LEASE_BYTES or not lease.isascii():
         raise RequestError(
             f"kv_transfer_params: remote_host has at most {_LONGEST_HOST} characters, and "

@@ -534,10 +534,10 @@ class ExternalBlocks(Accounting, Protocol):
         """
         ...
 
-    def insert_blocks(self, pin_id: int, token_ids: TokenIds) -> None:
+    def insert_blocks(self, pin_id: int, token_ids: TokenIds) -> list[int]:
         """Let reserved blocks, which are filled now, be found: i32[n], as they were reserved.
 
-        They are cached, and ``pin_id`` is free.
+        They are cached, and ``pin_id`` is free. Returns: the index's nodes of them.
         """
         ...
 

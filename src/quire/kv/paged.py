@@ -346,10 +346,10 @@ class BlockCoordinator:
         self.tables.shareable_from[:, row] = 0  # all of them are written whole
         return reserved
 
-    def insert_blocks(self, pin_id: int, token_ids: TokenIds) -> None:
+    def insert_blocks(self, pin_id: int, token_ids: TokenIds) -> list[int]:
         """Let reserved blocks, which are filled now, be found: i32[n], as they were reserved.
 
-        They are cached, and ``pin_id`` is free.
+        They are cached, and ``pin_id`` is free. Returns: the index's nodes of them.
         """
         row = self.tables.rows[pin_id]
         begun = int(self.tables.num_computed[row])
@@ -357,7 +357,9 @@ class BlockCoordinator:
         node, lacking = self._cache.lacking_states(row)
         for number in lacking:
             self._cache.attach(number, np.array([node]), self.tables.held(number, row)[:1])
+        nodes = self._cache.last_nodes(row, (len(token_ids) - begun) // self.tables.block_size)
         self.free(pin_id)
+        return nodes
 
     def keep_state(self, seq_id: int) -> bool:
         """Keep a copy of a sequence's recurrent states, if it stands at the end of a full block.

@@ -7,6 +7,7 @@ that block over and releases its own copy. A new sequence asks for the longest p
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -323,6 +324,11 @@ class PrefixCache:
         """List the nodes of a sequence's full blocks, from its first one on."""
         path = self._index.path(self._index.row(self._tail_nodes[row]))
         return [self._index.node(each) for each in path]
+
+    def last_nodes(self, row: int, count: int) -> list[int]:
+        """List the nodes of a sequence's last full blocks, the last one first."""
+        upwards = self._index.upwards(self._index.row(self._tail_nodes[row]))
+        return [self._index.node(each) for each in islice(upwards, count)]
 
     def adopt(self, row: int, hit: PrefixHit) -> None:
         """Begin a sequence with this prefix, whose blocks it holds."""

@@ -78,7 +78,7 @@ class BlockIdentity:
 
     def stored(self, group: int, medium: Medium) -> BlockStored:
         """Return the event of a copy in a tier, as the index tells of the block itself."""
-        is_first = self.parent == _chained(b"", self.root_keys, b"")
+        is_first = self.parent == chained_hash(b"", self.root_keys, b"")
         return BlockStored(
             block_hash=self.chain,
             parent_block_hash=None if is_first else self.parent,
@@ -423,7 +423,7 @@ class PrefixIndex:
             row = parent & _ROW
         digest, root = self._hashes.get(row, (b"", row))
         for row in reversed(missing):
-            digest = _chained(digest, self.extra(row), self.tokens(row))
+            digest = chained_hash(digest, self.extra(row), self.tokens(row))
             self._hashes[row] = digest, root
         return digest, root
 
@@ -448,6 +448,11 @@ class PrefixIndex:
         key = self._keys[row] if row < len(self._keys) else None
         return key is not None and self._ids[key] == node
 
+    def has_block(self, node: int) -> bool:
+        """Tell whether a node is there and has a block in some group."""
+        row = node & _ROW
+        return self.is_there(node) and any(own[row] != NO_BLOCK for own in self.blocks)
+
     def following(
         self, node: int, root: int, data: bytes, extras: Sequence[Extra]
     ) -> list[BlockIdentity]:
@@ -460,7 +465,7 @@ class PrefixIndex:
         for at, start in enumerate(range(0, len(data), self.block_bytes)):
             tokens = data[start : start + self.block_bytes]
             extra = extras[at] if at < len(extras) else ()
-            chain = _chained(above, extra, tokens)
+            chain = chained_hash(above, extra, tokens)
             found.append(
                 BlockIdentity(
                     parent=above,
@@ -538,8 +543,11 @@ class PrefixIndex:
             del self._families[row]
 
 
-def _chained(above: bytes, extra: Extra, tokens: bytes) -> bytes:
-    """Hash a block's content behind the digest of all before it."""
+def chained_hash(above: bytes, extra: Extra, tokens: bytes) -> bytes:
+    """Hash a block's content (int32 bytes) behind the digest of all before it: chained SHA-256.
+
+    A chain begins with ``chained_hash(b"", extra keys of the root, b"")``.
+    """
     state = sha256(above)
     if extra:
         state.update(repr(extra).encode())

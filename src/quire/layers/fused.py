@@ -30,7 +30,7 @@ from quire.layers.cpu.row_kernels import (
     Rotary,
     RotaryShape,
 )
-from quire.layers.watch import NamesRead, WeightsWatch
+from quire.layers.watch import FileReads, WeightsWatch
 
 # -- what a fused module is ------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ def stand_in(
     forward: Callable[..., Any],
     inside: tuple[nn.Module, ...] = (),
     *,
-    names_read: NamesRead,
+    file_reads: FileReads,
 ) -> FusedModule | str:
     """Make a fused module; or say why none is made.
 
@@ -91,7 +91,7 @@ def stand_in(
     """
     if "forward" in vars(module):
         return "its owner has put another forward in its place"
-    watch = WeightsWatch(module, names_read=names_read)
+    watch = WeightsWatch(module, file_reads=file_reads)
     if watch.unseen:
         return f"it keeps what cannot be watched: {', '.join(watch.unseen)}"
     return FusedModule(module=module, forward=forward, inside=inside, holds=watch.holds)
@@ -150,10 +150,10 @@ _SIBLINGS = ("q_proj", "k_proj", "v_proj")
 class Linears:
     """Finds them. What was tried on one is not tried again on others of its size."""
 
-    def __init__(self, cpu: CpuLinear, names_read: NamesRead | None = None) -> None:
+    def __init__(self, cpu: CpuLinear, file_reads: FileReads | None = None) -> None:
         self._cpu = cpu
         self._tried: dict[object, bool] = {}
-        self.names_read: NamesRead = {} if names_read is None else names_read
+        self.file_reads: FileReads = {} if file_reads is None else file_reads
 
     def find(self, module: nn.Module) -> FusedModule | str | None:
         """Find a stand-in; or say why there is none; None for what is no linear layer."""
@@ -166,7 +166,7 @@ class Linears:
         def forward(x: Tensor) -> Tensor:
             return bound(x)[0]
 
-        return stand_in(module, forward, names_read=self.names_read)
+        return stand_in(module, forward, file_reads=self.file_reads)
 
     def find_siblings(self, module: nn.Module) -> list[FusedModule]:
         """Find stand-ins for the layers that make queries, keys and values in one product."""
@@ -179,7 +179,7 @@ class Linears:
         together = _Together(self._bind(plain), [self._bind([x]) for x in plain])
         forwards = map(together.forward_of, range(len(plain)))
         found = [
-            stand_in(layer, forward, names_read=self.names_read)
+            stand_in(layer, forward, file_reads=self.file_reads)
             for layer, forward in zip(plain, forwards, strict=True)
         ]
         return [part for part in found if isinstance(part, FusedModule)]
@@ -280,7 +280,7 @@ class GatedLayers:
         if not self._tried[key]:
             return "it computes something else than a gated layer"
         inside = (*layers, *others)
-        return stand_in(module, gated, inside, names_read=self._linears.names_read)
+        return stand_in(module, gated, inside, file_reads=self._linears.file_reads)
 
 
 class _Gated:
@@ -344,10 +344,10 @@ _FORMS = tuple(
 class Norms:
     """Finds them. What one was found to be, all of its class, size and settings are."""
 
-    def __init__(self, cpu: CpuLinear, names_read: NamesRead | None = None) -> None:
+    def __init__(self, cpu: CpuLinear, file_reads: FileReads | None = None) -> None:
         self._cpu = cpu
         self._tried: dict[object, Norm | None] = {}
-        self._names_read: NamesRead = {} if names_read is None else names_read
+        self._file_reads: FileReads = {} if file_reads is None else file_reads
 
     def find(self, module: nn.Module) -> FusedModule | str | None:
         """Find a stand-in; or say why there is none; None for what is no such norm."""
@@ -367,7 +367,7 @@ class Norms:
         if norm is None:
             return "it is no root mean square norm of a known form"
         forward = _forward(module, norm, weight.dtype)
-        return stand_in(module, forward, names_read=self._names_read)
+        return stand_in(module, forward, file_reads=self._file_reads)
 
     def _try(self, module: nn.Module, weight: Tensor, eps: float) -> Norm | None:
         width, kind = len(weight), KINDS[weight.dtype]
@@ -419,10 +419,10 @@ ROTARY = "apply_rotary_pos_emb"
 class Rotations:
     """Finds them."""
 
-    def __init__(self, cpu: CpuLinear, names_read: NamesRead | None = None) -> None:
+    def __init__(self, cpu: CpuLinear, file_reads: FileReads | None = None) -> None:
         self._cpu = cpu
         self._made: dict[FunctionType, FunctionType] = {}
-        self._names_read = names_read
+        self._file_reads = file_reads
         self._watches: dict[int, WeightsWatch] = {}  # of files, by the functions' ids
 
     def find(self, module: nn.Module) -> FusedModule | None:
@@ -436,7 +436,7 @@ class Rotations:
         if forward not in self._made:
             self._made[forward] = _with(forward, {ROTARY: Rotation(own, self._cpu)})
         watch = self._watches.get(id(own)) or self._watches.setdefault(
-            id(own), WeightsWatch(own, forward, names_read=self._names_read)
+            id(own), WeightsWatch(own, forward, file_reads=self._file_reads)
         )
 
         def holds() -> bool:

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 Place: TypeAlias = tuple[int, Hashable]  # the id of what keeps something, and under which name
-NamesRead: TypeAlias = dict[int, frozenset[str]]
 
 _PLAIN = (int, float, complex, str, bytes, type(None), type(...), range, slice, Enum)
 _LEAVES = (
@@ -33,6 +32,8 @@ _LEAVES = (
     *(logging.Logger, torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+# What most values are: asked before the others, for there are thousands in a model.
+_MOST = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # What torch keeps in every module besides: a pass without gradients does not read it.
 _DICTIONARIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
@@ -49,23 +50,27 @@ class _Read(NamedTuple):
     found: tuple[Any, ...]
 
 
+FileReads: TypeAlias = dict[int, tuple[_Read, ...]]  # by the id of the file's names
+
+
 class WeightsWatch:
     """Of modules, or functions, and all that they reach, but for some places: those ``apart``.
 
-    ``names_read`` keeps the names that a file's functions read, by the id of the file's names.
-    Watches that are made one after the other share it, and the file is looked through once.
+    ``file_reads`` keeps what a file's functions read. Watches with nothing apart that are made one
+    after the other share it, and the file is looked through once: what changes between them, the
+    later ones take for changed.
     """
 
     def __init__(
         self,
         *several: nn.Module | FunctionType,
         apart: frozenset[Place] = frozenset(),
-        names_read: NamesRead | None = None,
+        file_reads: FileReads | None = None,
     ) -> None:
         self.unseen: dict[str, None] = {}  # what could not be followed, each kind once
         self.is_heard = False  # its owner listens to a module, or does what it does in its place
         self._apart = apart
-        self._names_read: NamesRead = {} if names_read is None else names_read
+        self._file_reads: FileReads = {} if file_reads is None or apart else file_reads
         self._within: set[int] = set()  # the ids of containers that are being copied
         self._met: dict[int, object] = {}  # by id: no other object has it as long as this one lives
         self._waiting: list[object] = []
@@ -200,14 +205,16 @@ class WeightsWatch:
 
     def _file(self, names: dict[str, Any]) -> None:
         """Names that functions of a file read: its own, and those of modules that it names."""
-        if id(names) not in self._names_read:
-            found = (name for value in names.values() for name in _read_by(value, names))
-            self._names_read[id(names)] = frozenset(found)
-        read = self._names_read[id(names)]
-        modules = [value for value in names.values() if isinstance(value, ModuleType)]
-        for outside in (names, *(vars(m) for m in modules if not _is_torchs(m.__name__))):
-            wanted = read & outside.keys()
-            self._some(outside, {name: _copied(outside[name]) for name in wanted})
+        if id(names) not in self._file_reads:
+            read = frozenset(name for value in names.values() for name in _read_by(value, names))
+            modules = [value for value in names.values() if isinstance(value, ModuleType)]
+            num_before = len(self._reads)
+            for outside in (names, *(vars(m) for m in modules if not _is_torchs(m.__name__))):
+                wanted = read & outside.keys()
+                self._some(outside, {name: _copied(outside[name]) for name in wanted})
+            self._file_reads[id(names)] = tuple(self._reads[num_before:])
+        else:
+            self._reads += self._file_reads[id(names)]
 
     def _named(self, live: dict[Any, Any]) -> None:
         """All that an object keeps."""
@@ -225,7 +232,7 @@ class WeightsWatch:
 
     def _copy(self, value: Any, owner: Any, key: Any) -> Any:
         """What a value is compared with: itself, or of a container a copy."""
-        if isinstance(value, (*_PLAIN, *_LEAVES)):
+        if type(value) in _MOST or isinstance(value, (*_PLAIN, *_LEAVES)):
             return value
         if isinstance(value, Tensor):
             if id(value) not in self._met:
@@ -283,7 +290,7 @@ def _inside(cell: Any) -> tuple[Any, ...]:
 
 def _copied(value: Any) -> Any:
     """Of a container a copy, for what is in it to be compared one by one."""
-    if not isinstance(value, _CONTAINERS) or len(value) > _MOST_ENTRIES:
+    if type(value) in _MOST or not isinstance(value, _CONTAINERS) or len(value) > _MOST_ENTRIES:
         return value
     if isinstance(value, dict):
         return {name: _copied(each) for name, each in value.items()}

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from quire.layers.cpu import CpuLinear
 from quire.layers.fused import FusedModule, GatedLayers, Linears, Norms, Rotations
-from quire.layers.watch import NamesRead
+from quire.layers.watch import FileReads
 from quire.models.model_watch import ModelWatch
 
 log = logging.getLogger(__name__)
@@ -98,9 +98,9 @@ def _forward_of(part: FusedModule, turn: _Turn) -> Callable[..., Any]:
 
 def _found(model: PreTrainedModel, cpu: CpuLinear) -> tuple[list[FusedModule], list[str]]:
     """The largest parts first: what they contain needs nothing of its own. And what to tell."""
-    names_read: NamesRead = {}  # of the model's files: each is looked through once
-    linears, norms = Linears(cpu, names_read), Norms(cpu, names_read)
-    gated, rotations = GatedLayers(cpu, linears), Rotations(cpu, names_read)
+    file_reads: FileReads = {}  # of the model's files: each is looked through once
+    linears, norms = Linears(cpu, file_reads), Norms(cpu, file_reads)
+    gated, rotations = GatedLayers(cpu, linears), Rotations(cpu, file_reads)
     parts: list[FusedModule] = []
     done: set[nn.Module] = set()
     refused: dict[tuple[str, str], None] = {}

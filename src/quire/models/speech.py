@@ -6,7 +6,6 @@ Sound comes in windows, of each of which features are made. A text begins as Tra
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -58,7 +57,7 @@ class Hearing:
             window_samples=extractor.n_samples,
             start=begins[0],
             language_ids={name.strip("<|>"): own for name, own in (languages or {}).items()},
-            _task_ids=MappingProxyType(dict(getattr(said, "task_to_id", None) or {})),
+            _task_ids=dict(getattr(said, "task_to_id", None) or {}),
             _begins=begins,
             _no_timestamps=getattr(said, "no_timestamps_token_id", None),
             _previous=getattr(said, "prev_sot_token_id", None),

@@ -17,6 +17,12 @@ from quire.kv import STRATEGIES, CacheConfig, Commit, Fits, build_accounting
 from quire.kv.page_tables import page_table_bytes
 from quire.memory.budget import BUDGETS, Footprint, Ledger, Needs
 from quire.memory.machine import Machine
+from quire.planner.planned_tiers import (
+    PlannedTier,
+    TierTable,
+    planned_tiers,
+    require_tier_blocks,
+)
 from quire.planner.sequence_memory import Moment, PlannedLengths, lengths, moments
 from quire.planner.subject import Subject
 from quire.spec import ModelSpec
@@ -296,6 +302,31 @@ def plan(
         needs=needs,
         cell=cells[config.cache, config.budget],
         cells=tuple(cells.values()) if compare else (),
+    )
+
+
+def tiers_of(found: CapacityPlan, table: TierTable | None = None) -> tuple[PlannedTier, ...]:
+    """Return the tiers that a plan's options name, the nearest first.
+
+    ``table`` has their speeds, and sizes that addresses lack. Raises: ConfigError for tiers that
+    the engine would refuse, or of unknown speed.
+    """
+    config, place = found.config, found.place
+    if not config.tiers:
+        return ()
+    on_rank = found.divide(found.subject.spec, found.num_ranks)
+    ample = found.spec.bytes_for(found.needs.context_tokens)
+    sizes = sizes_of(config, on_rank, place, ample)
+    accounting = build_accounting(config.cache, found.spec, sizes)
+    require_tier_blocks(
+        config,
+        found.subject.name,
+        accounting,
+        num_ranks=found.num_ranks,
+        source_tokens=found.subject.spec.source_tokens,
+    )
+    return planned_tiers(
+        config, accounting.groups, block_size=accounting.block_size(0), table=table
     )
 
 

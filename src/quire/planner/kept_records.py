@@ -60,8 +60,9 @@ class InTwoQueues:
         self._names: list[Name] = []  # by number
         self._units: list[int] = []
         self._free: list[int] = []  # numbers
-        self._order = TwoQueues(num_units, lambda number: self._units[number])
-        self._evicted_names = EvictedNames(num_units // ceil_div(largest_bytes, unit_bytes))
+        expected = num_units // ceil_div(largest_bytes, unit_bytes)
+        self._order = TwoQueues(num_units, lambda number: self._units[number], expected=expected)
+        self._evicted_names = EvictedNames(expected)
 
     @property
     def num_records(self) -> int:
@@ -77,7 +78,7 @@ class InTwoQueues:
     def use(self, name: Name, now_s: float) -> None:
         number = self._numbers.get(name)
         if number is not None:
-            self._order.use(number, now_s)
+            self._order.use(number, name, now_s)
 
     def keep(self, records: Sequence[NamedSize], now_s: float) -> int:
         held = set[int]()  # what one call stores does not evict itself
@@ -112,7 +113,7 @@ class InTwoQueues:
             self._names.append(name)
             self._units.append(units)
         self._numbers[name] = number
-        self._order.add(number, now_s, was_used=self._evicted_names.take(name))
+        self._order.add(number, name, now_s, was_used=self._evicted_names.take(name))
         return number
 
 

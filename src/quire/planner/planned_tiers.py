@@ -61,6 +61,7 @@ TIER_SPEEDS: Mapping[str, TierSpeed] = MappingProxyType(
         "az": _speed(1.0, 1.0, 20.0, "assumed: a network of 10 Gbit/s"),
     }
 )
+RECORDS_A_CALL = 16  # that an engine loads or stores at once
 _FASTEST_GB = 1e6  # a second
 _SLOWEST_CALL_MS = 60e3
 _DIGEST_BYTES = 32  # of a fingerprint, which is not known here
@@ -115,15 +116,27 @@ class TierTable:
 
     speeds: Mapping[str, TierSpeed] = field(default_factory=lambda: TIER_SPEEDS)
     sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # in bytes
+    given: tuple[tuple[str, str], ...] = ()  # options and texts that they are from
 
     @classmethod
     def of(cls, speeds: Iterable[str], sizes: Iterable[str]) -> "TierTable":
         """Read texts such as ``file=6,3`` and ``redis=100GiB``. Raises: ConfigError."""
-        given = dict(map(parse_tier_speed, speeds))
+        texts = {"--tier-speed": tuple(speeds), "--tier-size": tuple(sizes)}
+        speeds, sizes = texts["--tier-speed"], texts["--tier-size"]
         return cls(
-            speeds=MappingProxyType({**TIER_SPEEDS, **given}),
+            speeds=MappingProxyType({**TIER_SPEEDS, **dict(map(parse_tier_speed, speeds))}),
             sizes=MappingProxyType(dict(map(parse_tier_size, sizes))),
+            given=tuple((option, text) for option, several in texts.items() for text in several),
         )
+
+    def require_used(self, addresses: Iterable[TierAddress]) -> None:
+        """Refuse what was given for a kind that no address has. Raises: ConfigError."""
+        kinds = dict.fromkeys(address.kind for address in addresses)
+        for option, text in self.given:
+            kind = text.partition("=")[0]
+            if kind not in kinds:
+                known = f"they are of {', '.join(kinds)}" if kinds else "there is none"
+                raise ConfigError(f"{option} {text}: no kv_tier is of the kind {kind!r}: {known}")
 
 
 # -- which tiers -----------------------------------------------------------------------------------
@@ -139,6 +152,7 @@ class PlannedTier:
     kind: str
     capacity_bytes: int | None  # None: it has no limit of its own
     unit_bytes: int  # a record takes whole ones
+    block_size: int  # of its blocks, in tokens
     record_bytes: tuple[int, ...]  # of each group's blocks, as they lie there
     speed: TierSpeed
 
@@ -146,6 +160,11 @@ class PlannedTier:
     def is_shared(self) -> bool:
         """Return whether all servers see one tier, and not each its own."""
         return self.kind not in _IN_TWO_QUEUES
+
+    @property
+    def is_in_two_queues(self) -> bool:
+        """Return whether it keeps records as ``two_queues`` does, and not by their last use."""
+        return self.kind in _IN_TWO_QUEUES
 
     @property
     def block_bytes(self) -> int:
@@ -158,9 +177,20 @@ class PlannedTier:
         """Return how many blocks of all groups it holds; None: it has no limit of its own."""
         return None if self.capacity_bytes is None else self.capacity_bytes // self.block_bytes
 
+    @property
+    def num_tokens(self) -> int | None:
+        """Return the tokens of all groups that it holds; None: it has no limit of its own."""
+        return None if self.num_blocks is None else self.num_blocks * self.block_size
+
+    def load_s(self, num_blocks: int) -> float:
+        """Return the seconds to find and load blocks that follow one another, of all groups."""
+        num_calls = 1 + ceil_div(num_blocks * len(self.record_bytes), RECORDS_A_CALL)
+        num_bytes = num_blocks * sum(self.record_bytes)
+        return num_calls * self.speed.call_s + num_bytes / self.speed.read_bytes_per_s
+
     def make_records(self) -> KeptRecords:
         """Make what it would keep, empty at first."""
-        if self.capacity_bytes is None or self.kind not in _IN_TWO_QUEUES:
+        if self.capacity_bytes is None or not self.is_in_two_queues:
             return LastUsed(self.capacity_bytes)
         return InTwoQueues(
             self.capacity_bytes // self.unit_bytes,
@@ -211,12 +241,19 @@ def planned_tiers(
     """
     several = record_bytes(groups, block_size)
     table = table or TierTable()
-    return tuple(_planned(address, several, table) for address in config.tiers)
+    found = list[PlannedTier]()
+    for address in config.tiers:
+        alike = sum(str(other) == str(address) for other in config.tiers[: len(found)])
+        name = str(address).removesuffix(":") + f" ({alike + 1})" * bool(alike)  # as an engine's
+        found.append(_planned(address, name, several, block_size, table))
+    return tuple(found)
 
 
 def _planned(
     address: TierAddress,
+    name: str,
     several: tuple[int, ...],
+    block_size: int,
     table: TierTable,
 ) -> PlannedTier:
     kind = address.kind
@@ -235,10 +272,11 @@ def _planned(
         unit_bytes = DISK_BLOCK_BYTES
         size_bytes = address.option("size", parse_bytes, size_bytes or DEFAULT_SIZE_BYTES)
     planned = PlannedTier(
-        name=str(address),
+        name=name,
         kind=kind,
         capacity_bytes=size_bytes,
         unit_bytes=unit_bytes,
+        block_size=block_size,
         record_bytes=several,
         speed=table.speeds[kind],
     )
@@ -249,6 +287,19 @@ def _planned(
             f"{format_bytes(largest)}"
         )
     return planned
+
+
+def pays_from(tier: PlannedTier, token_s: float, *, most_tokens: int) -> int | None:
+    """Return the fewest tokens that are loaded quicker than computed; None: not even the most.
+
+    ``token_s``: seconds to compute a token. Tokens are those of whole blocks.
+    """
+    num_blocks, block_size = 1, tier.block_size
+    while num_blocks * block_size <= most_tokens:
+        if tier.load_s(num_blocks) < num_blocks * block_size * token_s:
+            return num_blocks * block_size
+        num_blocks += max(1, num_blocks // RECORDS_A_CALL)
+    return None
 
 
 def require_tier_blocks(

@@ -3,7 +3,7 @@
 ``route_handler.py`` has what all routes have in common.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.config import ServerConfig
-from quire.engine.async_llm import AsyncLLM
 from quire.server.dashboard.feed import Feed
 from quire.server.dashboard.frames import FEED
 from quire.server.dashboard.page_routes import FILES, memory_feed, page_file
@@ -43,8 +42,10 @@ from quire.server.endpoints.render import render_chat, render_completion
 from quire.server.endpoints.responses import responses
 from quire.server.endpoints.tokens import detokenize, tokenize, tokenizer_info
 from quire.server.endpoints.transcriptions import transcriptions, translations
+from quire.server.metrics.family import MetricSource
 from quire.server.route_handler import RouteHandler, as_answer
 from quire.server.routes import Operation
+from quire.server.served_engine import ServedEngine
 from quire.server.service import Service
 from quire.server.wire.body import NO_ADAPTERS
 from quire.server.wire.error_responses import Refused
@@ -52,12 +53,19 @@ from quire.server.wire.error_responses import Refused
 _ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # vLLM's
 
 
-def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
+def make_app(
+    engine: ServedEngine,
+    config: ServerConfig,
+    *,
+    operations: Sequence[Operation] = (),
+    figures: Sequence[MetricSource] = (),
+) -> Starlette:
     """Return an app with all routes over one engine, which its owner closes.
 
-    All routes share ``app.state.service``.
+    All routes share ``app.state.service``. ``operations`` are further routes, and ``figures``
+    further metrics in ``/metrics``.
     """
-    service = Service(llm, config)
+    service = Service(engine, config, figures)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -80,7 +88,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
     app = Starlette(
         routes=[
             Route(each.path, RouteHandler(service, each), methods=list(each.methods))
-            for each in _operations(service)
+            for each in _operations(service, operations)
         ],
         middleware=middleware,
         lifespan=lifespan,
@@ -90,9 +98,11 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
     return app
 
 
-def _operations(service: Service) -> list[Operation]:
+def _operations(service: Service, more: Sequence[Operation]) -> list[Operation]:
     get, post = ("GET",), ("POST",)
-    feed = Feed(service.llm, chats=bool(service.chat.template.source))
+    # What is asked of an engine, where it is elsewhere.
+    lacks = () if service.engine.administration is not None else (501,)
+    feed = Feed(service.engine, chats=bool(service.chat.template.source))
     all_of_them = [
         Operation("/v1/completions", completions, post),
         Operation("/v1/completions/render", render_completion, post),
@@ -133,23 +143,36 @@ def _operations(service: Service) -> list[Operation]:
             post,
             access="admin",
             queries=("reset_running_requests", "reset_external"),
-            refuses=(409, 503),
+            refuses=(409, 503, *lacks),
         ),
-        Operation("/tiers", tiers, get, access="admin"),
+        Operation("/tiers", tiers, get, access="admin", refuses=lacks),
         Operation(
-            "/tiers/trust", trust_tiers, post, access="admin", queries=("tier",), refuses=(404,)
+            "/tiers/trust",
+            trust_tiers,
+            post,
+            access="admin",
+            queries=("tier",),
+            refuses=(404, *lacks),
         ),
-        Operation("/sleep", sleep, post, access="admin", queries=("level", "mode"), refuses=(503,)),
-        Operation("/wake_up", wake_up, post, access="admin", refuses=(503,)),
-        Operation("/is_sleeping", is_sleeping, get, access="admin"),
+        Operation(
+            "/sleep",
+            sleep,
+            post,
+            access="admin",
+            queries=("level", "mode"),
+            refuses=(503, *lacks),
+        ),
+        Operation("/wake_up", wake_up, post, access="admin", refuses=(503, *lacks)),
+        Operation("/is_sleeping", is_sleeping, get, access="admin", refuses=lacks),
         Operation("/load", load, get, access="admin"),
         Operation("/health", health, get, access="open", refuses=(503,)),
         Operation("/ping", health, ("GET", "POST"), access="open", refuses=(503,)),
-        Operation(FEED, memory_feed(feed), get, media_type="text/event-stream"),
+        Operation(FEED, memory_feed(feed), get, media_type="text/event-stream", refuses=lacks),
         *(
             Operation(path, page_file(path), get, access="open", media_type=media_type)
             for path, (_, media_type) in FILES.items()
         ),
+        *more,
     ]
     openapi = described(
         all_of_them, needs_key=service.keys.need, root_path=service.config.root_path

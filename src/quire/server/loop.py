@@ -6,8 +6,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from quire.errors import QuireError
 from quire.server.app import make_app
 from quire.server.connections import UNIX_PEER, Connection, LoopErrors
 from quire.server.listen import Listeners, StartUp, refused, start_up
+from quire.server.served_engine import Administration
 from quire.server.service import Service
 from quire.server.stop import StopSignals
 from quire.units import format_bytes
@@ -98,62 +99,105 @@ async def serve_in_loop(
 
     After a failure the server still answers for ``last_words_s`` seconds.
     """
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    loop.set_exception_handler(LoopErrors())
-    signals.when_asked(partial(loop.call_soon_threadsafe, stop.set))
     app = make_app(llm, config)
+    async with open_server(app, config, listeners, signals) as server:
+        failed = asyncio.create_task(_failure(llm))
+        others = [] if config.disable_log_stats else [asyncio.create_task(log_stats(llm))]
+        try:
+            announce(start_up(llm, config, listeners.url))
+            await server.until_over(failed)
+            if server.is_asked:
+                until_s = time.monotonic() + config.shutdown_timeout
+                if await drain(app.state.service, config.shutdown_timeout):
+                    await _leave_blocks(app.state.service.administration, until_s)
+            elif failed.done():
+                log.error(
+                    "the engine has failed: /health answers 503 for %g s, then this process ends",
+                    last_words_s,
+                )
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(server.asked.wait(), last_words_s)
+            code = int(llm.failure is not None)
+            await llm.aclose()  # what is left ends with the finish_reason "abort"
+            return code
+        finally:
+            for task in (failed, *others):
+                task.cancel()
+
+
+@final
+class OpenServer:
+    """A server that lets clients in, until a signal asks it to stop."""
+
+    def __init__(self, serving: "asyncio.Task[None]") -> None:
+        self.asked = asyncio.Event()
+        self._serving = serving
+
+    @property
+    def is_asked(self) -> bool:
+        """Return whether a signal has asked the server to stop."""
+        return self.asked.is_set()
+
+    async def until_over(self, *others: "asyncio.Task[Any]") -> None:
+        """Wait for a signal, for the server's own end, or for one of these tasks."""
+        asked = asyncio.create_task(self.asked.wait())
+        try:
+            await asyncio.wait((self._serving, asked, *others), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+
+
+@asynccontextmanager
+async def open_server(
+    app: Starlette, config: ServerConfig, listeners: Listeners, signals: StopSignals
+) -> AsyncIterator[OpenServer]:
+    """Serve an app inside the block; behind it, take what clients are still being sent along.
+
+    Raises: ConfigError for an address where no client can be let in.
+    """
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(LoopErrors())
     server = _Server(uvicorn_config(app, config))
     serving = asyncio.create_task(server.serve(_listening(listeners)))
-    asked, failed = asyncio.create_task(stop.wait()), asyncio.create_task(_failure(llm))
-    others = [] if config.disable_log_stats else [asyncio.create_task(log_stats(llm))]
+    opened = OpenServer(serving)
+    signals.when_asked(partial(loop.call_soon_threadsafe, opened.asked.set))
     try:
         await _until_open(server, serving)
-        announce(start_up(llm, config, listeners.url))
-        await asyncio.wait((serving, asked, failed), return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            await _drain(app.state.service, config.shutdown_timeout)
-        elif failed.done():
-            log.error(
-                "the engine has failed: /health answers 503 for %g s, then this process ends",
-                last_words_s,
-            )
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), last_words_s)
-        code = int(llm.failure is not None)
-        await llm.aclose()  # what is left ends with the finish_reason "abort"
+        yield opened
         server.should_exit = True
         await serving
-        return code
     finally:
-        for task in (serving, asked, failed, *others):
-            task.cancel()
+        serving.cancel()
 
 
-async def _drain(service: Service, timeout_s: float) -> None:
-    """Let no request in, and let those inside finish within ``timeout_s``."""
+async def drain(service: Service, timeout_s: float) -> bool:
+    """Let no request in, and return whether those inside finish within ``timeout_s``."""
     log.info(
         "told to stop: running requests have %g s to finish (shutdown_timeout); a second signal "
         "stops at once",
         timeout_s,
     )
-    until_s = time.monotonic() + timeout_s
     if await service.drain(timeout_s):
-        await _leave_blocks(service.llm, until_s - time.monotonic())
-    else:
-        log.warning(
-            "after %g s (shutdown_timeout) the requests that still run are aborted", timeout_s
-        )
+        return True
+    log.warning("after %g s (shutdown_timeout) the requests that still run are aborted", timeout_s)
+    return False
 
 
-async def _leave_blocks(llm: AsyncLLM, left_s: float) -> None:
+async def _leave_blocks(engine: Administration, until_s: float) -> None:
     """Store the hottest cached blocks for those who come after, in what is left of the time."""
+    begun_s = time.monotonic()
+    left_s = until_s - begun_s
     try:
-        num_blocks = await llm.store_hottest(left_s) if left_s > 0 else 0
+        num_blocks = await engine.store_hottest(left_s) if left_s > 0 else 0
     except QuireError as error:  # the engine has failed meanwhile
         log.warning("cached blocks cannot be stored: %s", error)
         return
     if num_blocks:
-        log.info("%d cached blocks are stored for those who come after", num_blocks)
+        log.info(
+            "%d cached blocks are stored for those who come after, in %.2f s",
+            num_blocks,
+            time.monotonic() - begun_s,
+        )
 
 
 async def _failure(llm: AsyncLLM) -> Exception:

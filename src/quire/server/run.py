@@ -5,13 +5,14 @@ Importing this imports no torch: ``loop.py`` has the event loop and comes with t
 
 import asyncio
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from quire.chat.reasoning_parsers import reasoning_format
 from quire.chat.tools.registry import tool_format
 from quire.config import ServerConfig
-from quire.server.listen import allow_open_files, open_listeners
+from quire.server.listen import Listeners, allow_open_files, open_listeners
 from quire.server.logs import log_to_stderr
 from quire.server.stop import StopSignals
 
@@ -37,30 +38,50 @@ def serve(
     Raises: ConfigError for an address that cannot be bound or an unknown parser; what ``load``
     raises.
     """
+    with prepared(config) as (listeners, signals):
+        llm = load()
+        from quire.server.loop import serve_in_loop
+
+        with frozen_objects():
+            try:
+                return asyncio.run(
+                    serve_in_loop(config, llm, listeners, signals, announce, last_words_s)
+                )
+            finally:
+                llm.close()
+
+
+@contextmanager
+def prepared(config: ServerConfig) -> Iterator[tuple[Listeners, StopSignals]]:
+    """Bind a server's sockets, which let no client in yet, and take signals, inside the block.
+
+    Raises: ConfigError for an address that cannot be bound or an unknown parser.
+    """
     log_to_stderr(config.uvicorn_log_level)
     allow_open_files()
     _refuse_unknown_parsers(config)
     listeners = open_listeners(config)
     with StopSignals(listeners.close) as signals:
         try:
-            llm = load()
-            from quire.server.loop import serve_in_loop
-
-            # All objects that exist now stay. Each full collection over them would stop every
-            # stream for a third of a second.
-            gc.collect()
-            gc.freeze()
-            try:
-                return asyncio.run(
-                    serve_in_loop(config, llm, listeners, signals, announce, last_words_s)
-                )
-            finally:
-                # Else the interpreter cannot free its modules at its end, and bindings to C++
-                # report leaks.
-                gc.unfreeze()
-                llm.close()
+            yield listeners, signals
         finally:
             listeners.close()
+
+
+@contextmanager
+def frozen_objects() -> Iterator[None]:
+    """Let the garbage collector pass over all objects that exist now, inside the block.
+
+    Each full collection over them would stop every stream for a third of a second. They are
+    unfrozen in the end: else the interpreter cannot free its modules, and bindings to C++ report
+    leaks.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _refuse_unknown_parsers(config: ServerConfig) -> None:

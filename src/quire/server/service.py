@@ -5,24 +5,25 @@ and the end.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from quire.chat.conversation import Chat
 from quire.chat.token_texts import TokenTexts
 from quire.config import ServerConfig
-from quire.engine.async_llm import AsyncLLM
 from quire.server.admission_control import AdmissionControl, Bounds
 from quire.server.api_keys import Keys, Origins
 from quire.server.fair_shares import Bodies, TextThreads
 from quire.server.logs import RequestWriter
 from quire.server.metrics.exposition import Metrics
+from quire.server.metrics.family import MetricSource
 from quire.server.request_params import sampling_defaults
 from quire.server.response_store import Background, Store
+from quire.server.served_engine import Administration, ServedEngine
 from quire.server.tracing import Tracer
 from quire.server.wire.body import MOST_VALUES
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import Refused, elsewhere
 
 log = logging.getLogger(__name__)
 _BODIES = 16  # of the longest allowed, in memory at once
@@ -32,15 +33,17 @@ _POLL_S = 0.05
 class Service:
     """The state of one app. It belongs to the event loop that serves it."""
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
-        self.llm, self.config = llm, config
-        self.names = config.served_model_name or (llm.llm.name,)
+    def __init__(
+        self, engine: ServedEngine, config: ServerConfig, figures: Sequence[MetricSource] = ()
+    ) -> None:
+        self.engine, self.config, facts = engine, config, engine.facts
+        self.names = config.served_model_name or (facts.name,)
         self.keys = Keys(config.api_key, config.admin_api_key)
         self.origins = Origins(
             config.allowed_origins,
             is_private=config.is_local and config.uds is None and not config.api_key,
         )
-        self.metrics = Metrics(llm, self.model_name)
+        self.metrics = Metrics(engine.llm, self.model_name, figures)
         self.tracer = (
             Tracer(config.otlp_traces_endpoint, version=version("quire"))
             if config.otlp_traces_endpoint
@@ -56,19 +59,19 @@ class Service:
         )
         self.bodies = Bodies(_BODIES * config.max_request_bytes)
         # A prompt may be token ids, as many as the context has.
-        self.most_values = max(MOST_VALUES, 2 * llm.llm.max_model_len)
+        self.most_values = max(MOST_VALUES, 2 * facts.max_model_len)
         self.created = int(time.time())
         self.sampling_defaults = sampling_defaults(
-            config.generation_config, own=llm.llm.sampling_defaults
+            config.generation_config, own=facts.sampling_defaults
         )
-        self.texts = TokenTexts(llm.llm.tokenizer, llm.llm.max_model_len)
+        self.texts = TokenTexts(facts.tokenizer, facts.max_model_len)
         self.chat = Chat(
-            llm.llm.tokenizer,
+            facts.tokenizer,
             self.texts,
             chat_template=config.chat_template,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
-            model_type=llm.llm.spec.model_type,
+            model_type=facts.model_type,
         )
         self.responses = Store(config.max_stored_response_bytes)
         self.background = Background(config.max_background_responses)
@@ -84,12 +87,20 @@ class Service:
     @property
     def max_model_len(self) -> int:
         """Return the tokens of the longest sequence."""
-        return self.llm.llm.max_model_len
+        return self.engine.facts.max_model_len
 
     def refuse_without_engine(self) -> None:
         """Refuse while the engine has failed. Raises: Refused (503)."""
-        if self.llm.failure is not None:
+        if self.engine.failure is not None:
             raise Refused(503, "the engine has failed", code="engine_dead")
+
+    @property
+    def administration(self) -> Administration:
+        """What an operator may ask of the engine. Raises: Refused (501) where it is elsewhere."""
+        engine = self.engine.administration
+        if engine is None:
+            raise elsewhere("this is asked of an engine")
+        return engine
 
     # -- asleep ------------------------------------------------------------------------------------
 
@@ -97,7 +108,7 @@ class Service:
         """Wait until no request is under way; end them now if a sleeper is to abort them."""
         while self.admission.num_under_way:
             if self._num_aborting:
-                await self.llm.abort(None)
+                await self.engine.abort(None)
             await asyncio.sleep(_POLL_S)
 
     @asynccontextmanager
@@ -108,27 +119,29 @@ class Service:
 
         Raises: RequestError for a level that the model cannot have.
         """
-        self.llm.llm.check_sleep(level)  # before a request is ended
+        engine = self.administration
+        engine.check_sleep(level)  # before a request is ended
         self._num_aborting += aborts
         try:
             async with self._changing_sleep:
                 self.admission.sleeping = True
                 try:
                     yield
-                    while not await self.llm.sleep(level):  # the last requests are about to end
+                    while not await engine.sleep(level):  # the last requests are about to end
                         await asyncio.sleep(_POLL_S)
                 finally:
-                    self.admission.sleeping = self.llm.llm.is_sleeping
+                    self.admission.sleeping = engine.is_sleeping
         finally:
             self._num_aborting -= aborts
 
     async def wake_up(self) -> None:
         """Let requests in again. Raises: what keeps the engine asleep."""
+        engine = self.administration
         async with self._changing_sleep:
             try:
-                await self.llm.wake_up()
+                await engine.wake_up()
             finally:
-                self.admission.sleeping = self.llm.llm.is_sleeping
+                self.admission.sleeping = engine.is_sleeping
 
     # -- the end -----------------------------------------------------------------------------------
 

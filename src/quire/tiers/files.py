@@ -101,6 +101,7 @@ class FileTier:
             path, size_bytes=size_bytes, age_s=age_s, reserve_bytes=reserve_bytes, clock=clock
         )
         self._folder, self._path = path / namespace, path
+        self._prefix = f"{self._folder}/"
         self._evicted = EvictedNames(expected_records)
         self._shards: frozenset[str] = frozenset()  # that are folders, and no links
         self._lock, self._num_written, self._is_open = threading.Lock(), 0, True
@@ -133,18 +134,17 @@ class FileTier:
 
     def load(self, names: Sequence[Name], into: Sequence[memoryview], deadline: Deadline) -> int:
         self._require_open()
-        count = 0
-        for name, buffer in zip(names, into, strict=True):
-            try:
-                deadline.check(f"kv_tier=file:{self._path}: load")
-                is_there = self._read(name, buffer)
-            except TierError:
-                if count:
+        now_s, count = self._files.now_s(), 0
+        try:
+            for name, buffer in zip(names, into, strict=True):
+                if not deadline.left_s:
+                    deadline.check(f"kv_tier=file:{self._path}: load")
+                if not self._read(name, buffer, now_s):
                     break
+                count += 1
+        except TierError:
+            if not count:
                 raise
-            if not is_there:
-                break
-            count += 1
         return count
 
     def store(
@@ -204,7 +204,7 @@ class FileTier:
                     if not stat.S_ISDIR(os.lstat(folder).st_mode):
                         raise TierError(f"kv_tier=file: {folder} is no folder: remove it")
                 self._shards |= {shard}
-        return f"{self._folder}/{shard}/{digits}"
+        return f"{self._prefix}{shard}/{digits}"
 
     def _found(self, name: Name, now_s: float) -> os.stat_result | None:
         file = self._file(name)
@@ -214,7 +214,10 @@ class FileTier:
                 return found
         return None
 
-    def _read(self, name: Name, buffer: memoryview) -> bool:
+    # Of a small record a load takes as long in Python as in the system: no context managers here,
+    # and no text that is not shown.
+
+    def _read(self, name: Name, buffer: memoryview, now_s: float) -> bool:
         """Fill a buffer with a record. Returns: whether there is one of its length."""
         file = self._file(name)
         try:
@@ -224,27 +227,27 @@ class FileTier:
                 return False  # ELOOP: a link; ENXIO: a socket
             raise as_tier_error(f"{file} cannot be read", error) from error
         try:
-            found, now_s = os.fstat(descriptor), self._files.now_s()
-            if (
-                not stat.S_ISREG(found.st_mode)
-                or found.st_size != buffer.nbytes
-                or is_too_old(found, self._files.age_s, now_s)
-            ):
-                return False
-            at = 0
-            while at < buffer.nbytes:
-                got = os.preadv(descriptor, [buffer[at:]], at)
-                if not got:
-                    return False  # cut short by another hand
-                at += got
-            was_used = found.st_atime_ns > found.st_mtime_ns
-            if not (was_used and 0 <= now_s - found.st_atime < _USED_STEP_S):
-                self._note_use(descriptor, found)
+            try:
+                found, num_bytes = os.fstat(descriptor), len(buffer)
+                if (
+                    found.st_size != num_bytes
+                    or not stat.S_ISREG(found.st_mode)
+                    or is_too_old(found, self._files.age_s, now_s)
+                ):
+                    return False
+                at = os.readv(descriptor, (buffer,))
+                while at < num_bytes:
+                    got = os.readv(descriptor, (buffer[at:],))
+                    if not got:
+                        return False  # cut short by another hand
+                    at += got
+                was_used = found.st_atime_ns > found.st_mtime_ns
+                if not (was_used and 0 <= now_s - found.st_atime < _USED_STEP_S):
+                    self._note_use(descriptor, found)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise as_tier_error(f"{file} cannot be read", error) from error
-        finally:
-            with suppress(OSError):
-                os.close(descriptor)
         return True
 
     def _note_use(self, descriptor: int, found: os.stat_result) -> None:

@@ -1,5 +1,8 @@
 """``GuardedTier``: a tier as an engine uses it: no error comes out, and none is repeated for long.
 
+That goes for errors which no tier should raise, too: a tier may be of another package, and memory
+may run out within any.
+
 A tier that raises errors is left alone for one second, then for two, and so on up to a minute:
 reads and writes apart. A tier that has given two bad records of a thousand is *suspect*: nothing is
 loaded from it until an administrator trusts it again.
@@ -54,11 +57,13 @@ class Breaker:
         """Whether the last call failed."""
         return self._break_s > 0
 
-    def note_failure(self, error: TierError) -> None:
+    def note_failure(self, error: Exception) -> None:
         """Leave the tier alone for a while; twice as long as the last time."""
         with self._lock:
             if not self._break_s:
-                log.warning("tier %s: %s fails, and goes on without it: %s", *self._words, error)
+                log.warning(
+                    "tier %s: %s fails, and goes on without it: %s", *self._words, told_of(error)
+                )
             self._break_s = min(_LONGEST_BREAK_S, max(1.0, 2 * self._break_s))
             self._open_until_s = time.monotonic() + self._break_s
 
@@ -152,12 +157,12 @@ class GuardedTier:
         if not (names and self.may_load):
             return 0
         try:
-            count = self._tier.find(names, deadline)
-        except TierError as error:
+            count = max(0, min(self._tier.find(names, deadline), len(names)))
+        except Exception as error:
             self._failed("find", error, self._reads)
             return 0
         self._reads.note_success()
-        return max(0, min(count, len(names)))
+        return count
 
     def load(self, names: Sequence[Name], into: Sequence[memoryview], deadline: Deadline) -> int:
         """Fill the first of these buffers. Return how many; they are still to be checked."""
@@ -165,12 +170,11 @@ class GuardedTier:
             return 0
         begun_s = time.monotonic()
         try:
-            count = self._tier.load(names, into, deadline)
-        except TierError as error:
+            count = max(0, min(self._tier.load(names, into, deadline), len(names)))
+        except Exception as error:
             self._failed("load", error, self._reads)
             return 0
         self._reads.note_success()
-        count = max(0, min(count, len(names)))
         with self._lock:
             self.counts.load_s += time.monotonic() - begun_s
         return count
@@ -203,6 +207,10 @@ class GuardedTier:
             )
         self.drop([name], Deadline.after(1.0))
 
+    def note_failed(self, call: TierCall, error: TierError) -> None:
+        """Count a question that was put to what is behind the tier, and leave it alone a while."""
+        self._failed(call, error, self._reads)
+
     def store(
         self, names: Sequence[Name], records: Sequence[memoryview], deadline: Deadline
     ) -> int:
@@ -213,7 +221,7 @@ class GuardedTier:
         if self.may_store:
             try:
                 count = max(0, min(self._tier.store(names, records, deadline), len(names)))
-            except TierError as error:
+            except Exception as error:
                 self._failed("store", error, self._writes)
             else:
                 self._writes.note_success()
@@ -229,7 +237,7 @@ class GuardedTier:
         """Have the tier forget these records. Return whether it has."""
         try:
             self._tier.drop(names, deadline)
-        except TierError as error:
+        except Exception as error:
             self._failed("drop", error, self._writes)
             return False
         self._usage = self._usage_now()
@@ -249,9 +257,10 @@ class GuardedTier:
         self._is_stale = True
         try:
             self._tier.clear(deadline)
-        except TierError as error:
+        except Exception as error:
             self._failed("clear", error, self._writes)
-            return str(error)
+            self._is_stale = True  # also where it was trusted meanwhile
+            return told_of(error)
         self._is_stale = False
         self._usage = self._usage_now()
         return None
@@ -273,10 +282,10 @@ class GuardedTier:
         """Give back what this process holds of the tier."""
         try:
             self._tier.close()
-        except TierError as error:
-            log.warning("tier %s: %s", self.name, error)
-        traits = self._tier.traits
-        if not (traits.is_persistent or traits.is_shared):
+        except Exception as error:
+            self._show(error)
+            log.warning("tier %s: %s", self.name, told_of(error))
+        if not self.traits.outlives_process:
             self._usage = replace(self._usage, num_records=0, used_bytes=0)
 
     def _usage_now(self) -> TierUsage:
@@ -286,7 +295,18 @@ class GuardedTier:
             log.debug("tier %s does not say what it holds", self.name, exc_info=True)
             return TierUsage()
 
-    def _failed(self, call: TierCall, error: TierError, breaker: Breaker) -> None:
+    def _failed(self, call: TierCall, error: Exception, breaker: Breaker) -> None:
         with self._lock:
             self.counts.num_errors[call] += 1
+        self._show(error)
         breaker.note_failure(error)
+
+    def _show(self, error: Exception) -> None:
+        """Show where an error is from that no tier should raise."""
+        if not isinstance(error, TierError):
+            log.error("tier %s raised what no tier should", self.name, exc_info=error)
+
+
+def told_of(error: Exception) -> str:
+    """Return an error's words, or its kind where it has none."""
+    return str(error) or type(error).__name__

@@ -94,7 +94,9 @@ class HostMemoryTier:
         self._num_numbers, self._first_unused = 0, _NONE
         self._lengths = np.empty(num_pieces, np.uint32).data
         self._first_pieces = np.empty(num_pieces, np.int32).data
-        self._queues = TwoQueues(num_pieces, self._count_pieces)
+        self._queues = TwoQueues(
+            num_pieces, self._count_pieces, expected=ceil_div(num_pieces, needed)
+        )
         self._evicted_names = EvictedNames(ceil_div(num_pieces, needed))
         self._evicted: deque[Name] | None = None  # None: nothing has asked for them yet
         self._held: dict[int, int] = {}  # by how many copies
@@ -128,7 +130,7 @@ class HostMemoryTier:
                 now_s = self._clock()
                 for record in held[:count]:
                     if record not in self._gone:
-                        self._queues.use(record, now_s)
+                        self._queues.use(record, self._names.name(record), now_s)
                 self._let_go(held)
         if held and not count:
             deadline.check("kv_tier=memory: load")
@@ -294,7 +296,8 @@ class HostMemoryTier:
             self._forget(other)
         self._gone.discard(record)
         self._names.add(record, name)
-        self._queues.add(record, self._clock(), was_used=self._evicted_names.take(name))
+        was_used = self._evicted_names.take(name)
+        self._queues.add(record, name, self._clock(), was_used=was_used)
 
     def _forget(self, record: int) -> None:
         self._names.remove(record)

@@ -23,6 +23,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, final, get_args
 
 import numpy as np
@@ -86,6 +87,7 @@ class RecordFormat:
     ) -> None:
         self.parts = tuple(parts)
         self._block_size, self._seal = block_size, seal
+        self._extras = b"", seal.digest(b"")  # the latest, and their digest
         self.payload_bytes = sum(part.num_bytes for part in parts)
         self._sizes = [part.num_bytes for part in parts]
         self._check_bytes = seal.check_bytes(len(parts))
@@ -112,11 +114,18 @@ class RecordFormat:
         private = _PRIVATE.pack(
             block.parent.ljust(32, b"\0"),
             block.chain,
-            self._seal.digest(block.extras),
+            self._digest_of(block.extras),
             len(self.parts),
             len(tokens),
         )
         return self._public + private + self._parts + tokens.tobytes()
+
+    def _digest_of(self, extras: bytes) -> bytes:
+        known, digest = self._extras  # those of the block before, as a rule
+        if extras != known:
+            digest = self._seal.digest(extras)
+            self._extras = extras, digest
+        return digest
 
     def name(self, header: bytes) -> Name:
         """Return the name under which a tier keeps the record of this header."""
@@ -140,11 +149,12 @@ class RecordFormat:
         if len(record) != self.num_bytes:
             return "size"
         shown = self._seal.shown(header, _PUBLIC.size)
-        if record[: len(shown)] != shown:
-            return self._difference(bytes(record[: _PUBLIC.size]))
+        written = bytes(record[: self.header_bytes])  # a view would be compared byte by byte
+        if not written.startswith(shown):
+            return self._difference(written[: _PUBLIC.size])
         end = len(shown) + self._check_bytes
-        checks = bytes(record[len(shown) : end])
-        if any(record[end : self.header_bytes]):
+        checks = written[len(shown) : end]
+        if written.count(0, end) != self.header_bytes - end:
             return "header"
         if not self._seal.open(header, self.payload(record), self._sizes, checks):
             return "checksum"
@@ -308,11 +318,8 @@ class Checksums:
         return header
 
     def close(self, header: bytes, payload: memoryview, sizes: Sequence[int]) -> bytes:
-        checks, start = b"", 0
-        for size in sizes:
-            checks += xxh3_128_digest(payload[start : start + size])
-            start += size
-        return checks
+        ends = list(accumulate(sizes, initial=0))
+        return b"".join([xxh3_128_digest(payload[a:b]) for a, b in pairwise(ends)])
 
     def open(self, header: bytes, payload: memoryview, sizes: Sequence[int], checks: bytes) -> bool:
         return self.close(header, payload, sizes) == checks
@@ -338,6 +345,7 @@ class KeyedSeal:
             raise ConfigError(f"kv_tier_key has {len(key)} bytes: it needs at least {_KEY_BYTES}")
         self._names = _derived(key, b"names")
         self._payloads = _derived(key, b"payloads")
+        self.peers_key = _derived(key, b"peers")  # by which servers know each other
 
     def check_bytes(self, num_parts: int) -> int:
         return _NONCE_BYTES + _TAG_BYTES

@@ -64,6 +64,11 @@ class TierTraits:
     is_persistent: bool  # it outlives this process
     batch: int = 16  # records that one call loads or stores best
 
+    @property
+    def outlives_process(self) -> bool:
+        """Whether records are of use when the process that stored them has ended."""
+        return self.is_persistent or self.is_shared
+
 
 class Tier(Protocol):
     """Keeps records by name. Several threads may call at once.

@@ -4,13 +4,18 @@ Most records are stored and never asked for, so a single queue by last use lets 
 that are. Records wait in one of two queues: *new* until they are used, *used* from then on. The
 older of the new ones go while new ones hold more than their share; else the least recently used
 one goes. A record that comes back soon after it went was used, so names that went are remembered
-for a while as tags of 16 bits. On traffic that was recorded this finds up to 1.4 times what a
-single queue does, and nowhere much less (benchmarks/tiers).
+for a while as tags of 16 bits.
+
+How large the share is best depends on the traffic and on the size: half where what came last comes
+back soonest, next to nothing where most records are never asked for again. So two orders are
+tried on a sample of the names all the time, as the pool does (``kv.policy_duel``), and the better
+one decides. benchmarks/tiers has what this finds of traffic that was recorded.
 
 Within a round of some seconds, what comes later counts as older: a chain of blocks is moved from
 its first block on, and its last blocks are no use without its first ones.
 
-Source: 2Q (Johnson and Shasha, 1994); S3-FIFO (Yang et al., 2023).
+Source: 2Q (Johnson and Shasha, 1994); S3-FIFO (Yang et al., 2023); miniature simulations
+(Waldspurger et al., 2017).
 """
 
 from collections.abc import Callable, Container
@@ -18,9 +23,11 @@ from typing import final
 
 import numpy as np
 
+from quire.kv.policy_duel import PolicyDuel
 from quire.tiers.tier import Name
 
-NEW_SHARE = 0.5  # of the bytes, which new records keep from those that were used
+NEW_SHARE = 0.5  # of the bytes, which new records keep from those that were used …
+SCARCE_SHARE = 0.02  # … where a record that was used is worth more than any new one
 ROUND_S = 4.0
 
 _GHOSTS = 2  # names that are remembered for one that is kept
@@ -73,9 +80,14 @@ def _tag(name: Name) -> int:
 class TwoQueues:
     """The order of numbered records, each in a queue."""
 
-    def __init__(self, most_records: int, weight: Callable[[int], int]) -> None:
-        """``most_records``: their numbers are below it. ``weight``: of a record, as it is in."""
+    def __init__(self, most_records: int, weight: Callable[[int], int], *, expected: int) -> None:
+        """``most_records``: their numbers are below it. ``weight``: of a record, as it is in.
+
+        ``expected``: how many are kept at once, about.
+        """
         self._weight = weight
+        self._duel = PolicyDuel(max(1, expected))
+        self._new_share = NEW_SHARE
         # Two more are the queues' ends. Pages that no record needs are never backed.
         self._new_end = most_records
         self._next = np.empty(most_records + 2, np.int32).data
@@ -92,12 +104,14 @@ class TwoQueues:
         """Return what all records weigh."""
         return sum(self._weights)
 
-    def add(self, record: int, now_s: float, *, was_used: bool) -> None:
+    def add(self, record: int, name: Name, now_s: float, *, was_used: bool) -> None:
         """Enter a record, which came back if ``was_used``."""
+        self._watch(name)
         self._insert(record, _USED if was_used else _NEW, now_s)
 
-    def use(self, record: int, now_s: float) -> None:
+    def use(self, record: int, name: Name, now_s: float) -> None:
         """Note that a record was asked for."""
+        self._watch(name)
         self.remove(record)
         self._insert(record, _USED, now_s)
 
@@ -112,7 +126,7 @@ class TwoQueues:
 
     def oldest(self, kept: Container[int]) -> int | None:
         """Return the record to go next that is none of ``kept``; None if there is none."""
-        first = _NEW if self._weights[_NEW] > NEW_SHARE * self.total_weight else _USED
+        first = _NEW if self._weights[_NEW] > self._new_share * self.total_weight else _USED
         for queue in (first, 1 - first):
             end = self._new_end + queue
             record = self._next[end]
@@ -121,6 +135,13 @@ class TwoQueues:
             if record != end:
                 return record
         return None
+
+    def _watch(self, name: Name) -> None:
+        """Let both orders see a name, if it is in the sample, and take the share of the better."""
+        fingerprint = int.from_bytes(name[10:14], "little")  # which no bucket and no tag depends on
+        if not fingerprint & self._duel.mask:
+            by_last = self._duel.watch([fingerprint])
+            self._new_share = NEW_SHARE if by_last else SCARCE_SHARE
 
     def _insert(self, record: int, queue: int, now_s: float) -> None:
         if now_s >= self._round_end_s[queue]:

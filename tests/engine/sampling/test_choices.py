@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conformance.covering import examples
 from engine.sampling.cases import (
     HAS_GPU,
     any_batch,
@@ -79,7 +80,7 @@ def floor_by_definition(weights: list[float], top_k: int, tail: float, min_p: fl
 
 @devices
 @given(given_weights=any_weights())
-@settings(max_examples=200)
+@settings(max_examples=examples(70, of=200))
 def test_what_is_kept_is_the_same_sorted_or_not(
     device: torch.device, given_weights: tuple[Tensor, Filters]
 ) -> None:

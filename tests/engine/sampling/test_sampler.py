@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from conformance.covering import examples
 from engine.sampling.cases import (
     EOS,
     VOCAB,
@@ -58,7 +59,7 @@ def expected(own: Sequence, drafts: tuple[int, ...], logits: Tensor) -> tuple[Sa
 
 
 @given(batch=any_batch())
-@settings(max_examples=150)
+@settings(max_examples=examples(50, of=150))
 def test_every_row_is_what_the_twin_chooses(
     batch: tuple[list[Sequence], list[tuple[int, ...]], Tensor],
 ) -> None:

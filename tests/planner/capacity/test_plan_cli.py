@@ -53,6 +53,33 @@ def test_alone_it_plans_the_demo_model_on_this_machine(
         assert words in out
 
 
+def test_tiers_hold_so_much_and_pay_from_so_many_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        *("llama-3.1-8b", "--device", "h100", "--max-model-len", "32768"),
+        *("--kv-tier", "memory:?size=160GiB", "--kv-tier", "redis://kv", "--kv-tier", "file:/kv"),
+        *("--tier-speed", "memory=25,25", "--tier-speed", "file=20,3,0.5"),
+    )
+    memory, redis, file = as_json(monkeypatch, capsys, *arguments)["tiers"]
+    (size,) = memory["record_bytes"]
+    assert 2 * 2**20 < size < 2 * 2**20 + 16 * 1024  # a block, and its header
+    most = memory["block_size"] * (160 * 2**30 // size)
+    assert 0.99 * most < memory["tokens"] <= most
+    assert memory["pools"] == pytest.approx(3.1, abs=0.1)
+    assert memory["load_s"] < memory["compute_s"] < redis["load_s"]
+    assert memory["pays_from_tokens"] == 16
+    assert (redis["tokens"], redis["pools"], redis["pays_from_tokens"]) == (None, None, None)
+    assert 16 < file["pays_from_tokens"] < 32768
+    code, out, _ = quire(monkeypatch, capsys, *arguments)
+    assert code == 0
+    for words in ("Tiers: blocks outside", "pays from", "16 tokens", "never", "--tier-speed"):
+        assert words in out
+    code, _, err = quire(monkeypatch, capsys, "--kv-tier", "file:/kv", "--cache", "growing")
+    assert code != 0
+    assert "use cache=paged" in err
+
+
 def test_a_device_and_a_model_of_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,27 @@ def test_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert only["partial_tokens"] == 3200 - 512 * (2 + 2 + 1)
 
 
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def test_tiers_behind_each_cache(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = dict(cache_tokens="1.6k,1M", policies="lru", model=LLAMA, tier_speed=["memory=25,25"])
+    hit_rates(trace, **asked, kv_tier=["memory:?size=1GiB"], as_json=True)  # type: ignore[arg-type]
+    found = json.loads(capsys.readouterr().out)
+    (tier,) = found["tiers"]
+    assert (tier["name"], tier["block_size"], tier["capacity_bytes"]) == ("memory", 16, 2**30)
+    small, large = found["behind"]["caches"]
+    # What a cache of any size finds, both find together; in the large one all of it is at hand.
+    assert small["hit_tokens"] == large["hit_tokens"] == large["pool_hit_tokens"] == 1024
+    assert small["pool_hit_tokens"] + small["tiers"][0]["hit_tokens"] == 1024
+    assert large["tiers"][0]["num_loads"] == 0
+    assert small["saved_s"] >= 0 == large["saved_s"]
+    hit_rates(trace, **asked, kv_tier=["memory:?size=1GiB", "file:/kv"])  # type: ignore[arg-type]
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("with blocks of meta-llama", "found in the cache", "found in file:/kv", "saved"):
+        assert words in out
+
+
 def test_skipped_rows_are_told(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Path(trace).open("a") as file:
         file.write("nothing\n")
@@ -58,6 +79,11 @@ def test_skipped_rows_are_told(trace: str, capsys: pytest.CaptureFixture[str]) -
         ({"max_skipped": -1}, "--max-skipped -1"),
         ({"block_size": 500}, "--block-size 500"),
         ({"trace_format": "x"}, "'x' is none of azure"),
+        ({"kv_tier": ["memory:"]}, "needs a size"),
+        ({"kv_tier": ["file:/kv"], "tier_speed": ["redis=1,1"]}, "'redis': they are of file"),
+        ({"tier_size": ["redis=1GiB"]}, "no kv_tier is of the kind 'redis': there is none"),
+        ({"kv_tier": ["file:/kv"], "device": "abacus"}, "abacus"),
+        ({"model": "demo"}, "is of use with --kv-tier only"),
     ],
 )
 def test_what_cannot_be_asked(trace: str, option: dict[str, object], message: str) -> None:

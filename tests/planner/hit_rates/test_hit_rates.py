@@ -10,10 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.planner.hit_rates import OWN_POLICIES, hit_rate_curve, prompts_of
+from quire.planner.hit_rates import (
+    OWN_POLICIES,
+    TieredHits,
+    hit_rate_curve,
+    prompts_of,
+    tiered_hits,
+)
 from quire.planner.hit_rates.curve import core_hits
 from quire.planner.hit_rates.optimum import Optimum
 from quire.planner.hit_rates.stack_distances import infinite_hits, lru_curve, lru_hits
+from quire.planner.kept_records import InTwoQueues, KeptRecords, LastUsed
 from quire.traces import TraceRequest
 
 TOKENS = 4  # of a hash id
@@ -259,3 +266,24 @@ def test_long_work_is_told() -> None:
     }
     assert {done for _, done, _ in told} == {0, 256, 512}
     assert {count for _, _, count in told} == {600}
+
+
+@given(requests=traffic(), size=st.integers(6, 12), most=st.integers(1, 30))
+@settings(max_examples=60)
+def test_a_tier_adds_to_what_the_pool_finds_and_a_large_one_finds_all(
+    requests: list[TraceRequest], size: int, most: int
+) -> None:
+    prompts = prompts_of(requests)
+
+    def found(*tiers: KeptRecords) -> TieredHits:
+        return tiered_hits(prompts, size * TOKENS, tiers, policy="lru")
+
+    pool = core_hits(prompts, size, "lru")
+    assert found().hit_tokens == pool
+    small = found(InTwoQueues(most))
+    assert pool == small.pool_hit_tokens <= small.hit_tokens <= infinite_hits(prompts)
+    assert small.tiers[0].num_blocks <= most
+    assert found(LastUsed(None)).hit_tokens == infinite_hits(prompts)
+    both = found(InTwoQueues(most), LastUsed(None))
+    assert both.hit_tokens == infinite_hits(prompts)
+    assert both.tiers[1].num_evicted == 0

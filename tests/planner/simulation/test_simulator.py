@@ -6,11 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet.told import Prompt
 from planner.fleets import CACHES, FULL, WINDOW, fleet_of, request, spec_of
 from quire.engine.scheduling import headroom
-from quire.planner.simulation.replica import ROUTES
+from quire.fleet.placement import Load
 from quire.planner.simulation.result import Goals, SimulationResult
-from quire.planner.simulation.simulator import make_replica, simulate
+from quire.planner.simulation.routing import ROUTES
+from quire.planner.simulation.simulated_engine import prompt_of
+from quire.planner.simulation.simulator import make_replica, router_of, simulate
 from quire.traces import TraceRequest
 
 GOALS = Goals(ttft_s=0.5, tpot_s=0.03)
@@ -167,6 +170,26 @@ def test_prefix_aware_finds_what_round_robin_scatters() -> None:
         for routing in ("round-robin", "prefix-aware")
     }
     assert hits["prefix-aware"] > hits["round-robin"]
+
+
+@pytest.mark.parametrize(("delay_s", "is_known"), [(0.0, True), (0.5, True), (2.0, False)])
+def test_a_router_hears_of_a_cache_after_a_delay(delay_s: float, is_known: bool) -> None:
+    """The second replica has the prompt; the first is a little less busy, as both say at once."""
+    fleet = fleet_of(num_replicas=2, routing="prefix-aware", event_delay_s=delay_s)
+    router = router_of(fleet)
+    assert router is not None
+    asked = request(1.0, 96, 1, 1, 2, 3)
+    told = Prompt(prompt_of(asked, 0)).stored(16, range(6))
+    router.line(1).tell_blocks(0.0, told)
+    router.line(1).tell_load(-delay_s, Load(num_running=1))
+    assert router.choose(asked, 0) == (1 if is_known else 0)
+
+
+@pytest.mark.parametrize("cache", ["contiguous", "paged-without-caching"])
+def test_caches_that_tell_of_no_blocks_are_routed_by_load(cache: str) -> None:
+    trace = [request(0.01 * i, 60, 20, 1) for i in range(20)]
+    fleet = fleet_of(cache, num_blocks=40, num_replicas=2, routing="prefix-aware")
+    assert simulate(trace, fleet).num_finished["length"] == 20
 
 
 def test_more_replicas_are_not_slower() -> None:

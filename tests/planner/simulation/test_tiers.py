@@ -7,10 +7,13 @@ import pytest
 
 from planner.fleets import BLOCK_BYTES, FULL, WINDOW, fleet_of, request, spec_of
 from quire.config import EngineConfig
+from quire.engine.scheduling.step_costs import LoadTimes
+from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
-from quire.planner.planned_tiers import TierTable, planned_tiers
+from quire.planner.planned_tiers import TIER_SPEEDS, TierTable, planned_tiers
 from quire.planner.simulation.result import SimulationResult
 from quire.planner.simulation.simulator import Fleet, simulate
+from quire.planner.simulation.virtual_carrier import VirtualCarrier
 from quire.traces import TraceRequest
 
 POOL_BLOCKS = 24
@@ -47,7 +50,7 @@ def test_what_the_pool_has_forgotten_comes_from_a_tier() -> None:
     # The last turns find all full blocks but the one of the last token.
     assert totals.hit_tokens == found.prefix_hit_tokens == 12 * 144
     assert totals.stored_blocks == 60
-    assert (totals.num_late, totals.wasted_tokens) == (0, 0)
+    assert (totals.num_late, totals.late_tokens, totals.evicted_tokens) == (0, 0, 0)
     assert totals.saved_s > 0
     (tier,) = totals.tiers
     assert tier.num_records == 60
@@ -74,6 +77,50 @@ def test_a_slow_tier_is_not_waited_for() -> None:
     assert found.tiers.hit_tokens < 12 * 144
     usual = run(fleet_of(num_blocks=POOL_BLOCKS)).latencies["ttft_s"]["max"]
     assert found.latencies["ttft_s"]["max"] < 3 * usual  # waits no longer than computing takes
+
+
+def test_a_tier_that_was_slow_is_tried_again() -> None:
+    """Its first loads take a third longer than computing, and later ones next to nothing."""
+    fleet = fleet_with("memory:?size=1GiB", speeds=("memory=0.015,10,0",))
+    quick = replace(fleet.tiers[0], speed=TIER_SPEEDS["memory"])
+    fleet_now = replace(fleet, num_replicas=1)
+    carriers: list[VirtualCarrier] = []
+
+    def ended(_: int, sequence: Sequence) -> None:
+        if sequence.seq_id == 40:
+            for tier in carriers[0].tiers:
+                tier.planned = quick
+
+    made = VirtualCarrier.__init__
+
+    def make(self: VirtualCarrier, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        carriers.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VirtualCarrier, "__init__", make)
+        found = simulate(in_turn(num_turns=30), fleet_now, ended=ended)
+    assert found.tiers is not None
+    # At most so many prompts go by before one is tried, and each one after it is loaded.
+    later = 30 * 6 - 41
+    assert (later - 16) * 144 <= found.tiers.hit_tokens < (later + 16) * 144
+
+
+@pytest.mark.parametrize(("question_s", "block_s"), [(0.02, 0.0005), (0.0, 0.001), (0.3, 0.0)])
+def test_loads_of_several_lengths_tell_a_question_from_a_block(
+    question_s: float, block_s: float
+) -> None:
+    times = LoadTimes()
+    assert times.seconds(5) == 0
+    times.note(10, question_s + 10 * block_s)
+    assert times.seconds(20) == pytest.approx(2 * (question_s + 10 * block_s))  # per block at first
+    for number in range(40):
+        count = 1 + number * 7 % 60
+        times.note(count, question_s + count * block_s)
+    for count in (1, 30, 200):
+        assert times.seconds(count) == pytest.approx(question_s + count * block_s, rel=0.01)
+    times.note(30, 100 * times.seconds(30))
+    assert times.seconds(30) < 1.3 * (question_s + 30 * block_s)  # one that was far too slow
 
 
 def test_replicas_share_what_is_shared() -> None:

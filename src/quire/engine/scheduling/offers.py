@@ -42,6 +42,13 @@ class BlockTransfer(Protocol):
         """Note that a block does not come that memory was leased for."""
         ...
 
+    def least_wait_s(self, remote: RemoteBlocks | None) -> float:
+        """Return the seconds that a sequence waits for what peers have left, at the least.
+
+        0: there is nothing of theirs, or it waits no longer than computing takes.
+        """
+        ...
+
     def release_remote(self, remote: RemoteBlocks) -> None:
         """Tell a peer, at some time, that its blocks are not needed any more."""
         ...
@@ -58,7 +65,6 @@ class Offers:
     def __init__(self, transfer: BlockTransfer, clock: Callable[[], float]) -> None:
         self._transfer, self._clock = transfer, clock
         self._queue: deque[tuple[int, list[int], str]] = deque()  # node, groups, lease
-        self._brings: dict[int, RemoteBlocks] = {}  # by the waiting sequence that asks for them
         self.num_offered = self.num_lost = 0  # blocks
 
     def __len__(self) -> int:
@@ -123,16 +129,12 @@ class Offers:
 
     # -- of another server -------------------------------------------------------------------------
 
-    def brought_by(self, sequence: Sequence) -> RemoteBlocks | None:
-        """Return what a waiting sequence, which has never run, brings from another server."""
-        remote = sequence.request.remote
-        if remote is None or sequence.index or sequence.num_preemptions:
-            return None
-        self._brings[sequence.seq_id] = remote
-        return remote
+    def least_wait_s(self, remote: RemoteBlocks | None) -> float:
+        """Return the seconds that a sequence waits for what peers have left, at the least."""
+        return self._transfer.least_wait_s(remote)
 
     def forget(self, sequence: Sequence) -> None:
         """Note that a sequence needs no blocks of another server any more."""
-        remote = self._brings.pop(sequence.seq_id, None)
+        remote, sequence.remote = sequence.remote, None
         if remote is not None:
             self._transfer.release_remote(remote)

@@ -1,7 +1,7 @@
 """``OffloadPolicy``: which blocks are asked for in tiers, how long a sequence waits, what goes out.
 
 This is the part of offloading that needs no tensor and no thread. A ``BlockCarrier`` moves bytes
-between the cache, staging memory and tiers; ``engine.offloading`` has the one of a real engine.
+between the cache, staging memory and tiers.
 
 A waiting sequence whose prompt goes on behind its prefix hit asks the tiers. While the answer
 is on its way the scheduler passes the sequence over, at most for as long as computing would take.
@@ -13,20 +13,25 @@ and as far as the share of time allows that steps may lose to it.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, TypeAlias, final
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal, TypeAlias, final
 
+from quire.engine.scheduling.block_carrier import (
+    BlockCarrier,
+    LoadJob,
+    TierReport,
+    columns_read,
+)
 from quire.engine.scheduling.offers import Offers
 from quire.engine.scheduling.step_costs import Clock, Costs
-from quire.engine.sequence import RemoteBlocks, Sequence
-from quire.engine.statistics import Histogram
+from quire.engine.sequence import Sequence
 from quire.kv import Accounting
 from quire.kv.interface import ExternalBlocks
 from quire.kv.prefix_cache import PrefixHit, TokenIds
-from quire.kv.prefix_index import NO_BLOCK, BlockEvent, BlockIdentity, Medium, PrefixKeys
-from quire.spec import Group, KeptWhole
+from quire.kv.prefix_index import NO_BLOCK, BlockEvent, BlockIdentity
 
 _Outcome: TypeAlias = Literal["inserted", "no room", "lost"]
 WritePolicy: TypeAlias = Literal["auto", "always", "never"]
@@ -41,143 +46,10 @@ _BLOCKS_AT_ONCE = 4  # that are inserted beside steps, between two looks at the 
 _MOST_REMEMBERED = 2**17  # blocks, by 8 bytes of their names
 _MOST_QUEUED = 2**16  # blocks that may go out
 _LIKELY = 0.5  # how often a block is asked for again that was computed or found twice
+_LOOKS = 64  # at inserted blocks, between two steps: whether they were evicted
+_SLOW_ASKS = 16  # of so many that loading is too slow for, one is made to measure it anew
 _MOST_ASKS = 8  # of a sequence that get it no further than before
 _PIN_ID = -2  # of the sequence that brings blocks and never runs
-
-# -- what moves ----------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class LoadJob:
-    """Blocks of one prompt that tiers are asked for."""
-
-    seq_id: int
-    keys: PrefixKeys
-    token_ids: TokenIds  # i32[n]: whole blocks, from the prompt's first on
-    first: int  # blocks of these that were cached when it began
-    blocks: list[BlockIdentity]  # the others
-    deadline_s: float  # on the engine's clock: a sequence waits no longer
-    remote: RemoteBlocks | None = None  # a peer that is asked before all tiers
-    lacking: list[BlockIdentity] = field(default_factory=list)  # which no tier has, or a bad one
-    end: int = 0  # blocks that can be inserted: from ``first`` to this one
-    is_cut: bool = False  # there was more, and no room for it in staging memory
-    is_done: bool = False
-    lacks_room: bool = False  # in the cache, for what has come
-    is_lost: bool = False  # what it goes on behind was evicted
-    is_given_up: bool = False
-    is_wrong: bool = False  # what it brings is wrong, or may be
-    payloads: dict[tuple[int, int], object] = field(default_factory=dict)  # (group, column)
-
-
-class BlockCarrier(Protocol):
-    """Moves blocks between tiers, staging memory and the cache. No call waits for a tier."""
-
-    def load(self, job: LoadJob, wait_s: float) -> bool:
-        """Begin to load what tiers have of a job. Return False if there is no room for it now."""
-        ...
-
-    def loaded(self) -> list[LoadJob]:
-        """Return the jobs that are done since the last call."""
-        ...
-
-    def fill(self, group: int, blocks: list[int], payloads: list[object]) -> None:
-        """Copy payloads into blocks of the cache."""
-        ...
-
-    def release(self, job: LoadJob) -> None:
-        """Give back a job's staging memory. What it has brought may go to a nearer tier."""
-        ...
-
-    when_idle: Callable[[], bool] | None
-
-    def copy_out(self, group: int, block: int, identity: BlockIdentity) -> bool:
-        """Copy a block to staging memory, to be stored. Return False if there is no room now."""
-        ...
-
-    def send(self) -> None:
-        """Hand what was copied out to the tiers' thread."""
-        ...
-
-    @property
-    def may_store(self) -> bool:
-        """Whether some tier takes records now."""
-        ...
-
-    def wait_for_room(self, seconds: float) -> None:
-        """Wait until something that was copied out is stored, or for so many seconds."""
-        ...
-
-    @property
-    def may_drain(self) -> bool:
-        """Whether some tier keeps records when this process has ended, or a peer does."""
-        ...
-
-    def copy_to_last(self, group: int, block: int, identity: BlockIdentity) -> bool:
-        """Copy a block to staging memory for those. Return False if there is no room now."""
-        ...
-
-    def wait_until_stored(self, seconds: float) -> None:
-        """Wait until all that was sent is stored, or for so many seconds."""
-        ...
-
-    def drop(self, blocks: Iterable[BlockIdentity]) -> None:
-        """Have tiers forget these blocks' records."""
-        ...
-
-    def wait(self, seconds: float) -> None:
-        """Wait until a job is done, or for so many seconds."""
-        ...
-
-    def restart(self) -> None:
-        """Let go of a cache's memory; another one follows, or none."""
-        ...
-
-    def note_inserted(self, job: LoadJob, end: int) -> None:
-        """Note that blocks of a job are in the cache now: from ``job.first`` to before ``end``."""
-        ...
-
-    def report(self) -> "tuple[TierReport, ...]":
-        """Return what each tier holds and has done, the nearest first. Any thread may ask."""
-        ...
-
-    def take_events(self) -> list[BlockEvent]:
-        """Return which copies tiers have kept or lost since the last call, if events are wanted."""
-        ...
-
-    def trust(self, name: str | None) -> None:
-        """Load from a tier again that gave bad records, or from each (None)."""
-        ...
-
-    def clear(self) -> "Future[Mapping[str, str]]":
-        """Have tiers forget all of this engine's namespace, and load nothing until they have.
-
-        Returns: a future of why one has not, by the tier's name.
-        """
-        ...
-
-    @property
-    def load_s_per_block(self) -> float:
-        """Return the seconds that loading a block has taken lately; 0: it is not known."""
-        ...
-
-    @property
-    def store_s_per_block(self) -> float:
-        """Return the seconds of computing that a block which is stored has cost; 0: not known."""
-        ...
-
-    def close(self) -> None:
-        """End every job, and give what was copied out a while to be stored."""
-        ...
-
-
-def columns_read(group: Group, block_size: int, first: int, end: int) -> range:
-    """Return which of a group's blocks [first, end) a sequence reads that begins behind them."""
-    if isinstance(group.spec, KeptWhole):
-        return range(end - 1, end)
-    return range(max(first, int(group.live_start(end * block_size)) // block_size), end)
-
-
-# -- the policy ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -187,36 +59,16 @@ class OffloadCounts:
     queried_tokens: int = 0  # that tiers were asked for
     hit_tokens: int = 0  # … that were inserted
     num_late: int = 0  # loads that a sequence did not wait for
-    wasted_tokens: int = 0  # loaded, and not inserted
+    late_tokens: int = 0  # loaded, and not inserted
+    evicted_tokens: int = 0  # inserted, and lost again before a sequence had them
     saved_s: float = 0.0  # computing that inserted blocks have spared, less the loading
     stored_blocks: int = 0  # copied out
     dropped_blocks: int = 0  # that were to go out, and were evicted first or found no room
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierReport:
-    """What one tier holds and has done, at a moment. Counts are since the engine was made."""
-
-    name: str
-    medium: Medium  # CPU: this process's memory; STORAGE: anything else
-    is_shared: bool  # other machines or users may write into it
-    is_persistent: bool
-    state: Literal["ok", "suspect", "broken"]
-    may_clear: bool  # it can forget a whole namespace
-    num_records: int | None  # None: the tier does not say
-    used_bytes: int | None
-    capacity_bytes: int | None  # None: it has no limit of its own
-    hit_tokens: int  # that it had, and that were inserted
-    num_loaded: int  # records that were right
-    loaded_bytes: int
-    load_s: float
-    num_stored: int
-    stored_bytes: int
-    store_s: float
-    num_dropped: int  # records that it did not take
-    num_errors: Mapping[str, int]  # by call
-    num_bad: Mapping[str, int]  # records, by what was wrong
-    promotion_s: Histogram  # from the question for a prompt's blocks to the last one checked
+    @property
+    def wasted_tokens(self) -> int:
+        """Return the tokens that were loaded for nothing."""
+        return self.late_tokens + self.evicted_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +105,9 @@ class OffloadPolicy:
         self._queue: deque[tuple[int, bool]] = deque(maxlen=_MOST_QUEUED)  # node, was asked for
         # Blocks seen, by name: the groups of which there is a record, as bits.
         self._remembered: dict[bytes, int] = {}
+        self._unread: dict[int, None] = {}  # nodes that were inserted, and no sequence has had
         self._recurring = _Share()
+        self._num_slow = 0  # prompts that computing was expected to be quicker for
         self._is_off = self._is_closed = False
         self._why_off: str | None = None
         self._is_same_model = is_same_model
@@ -262,6 +116,8 @@ class OffloadPolicy:
     def use(self, accounting: Accounting) -> None:
         """Go on with another cache, which is empty."""
         assert isinstance(accounting, ExternalBlocks)
+        self.counts.evicted_tokens += len(self._unread) * accounting.index.block_size
+        self._unread.clear()
         self._blocks: ExternalBlocks = accounting
         self._groups, self._block_size = accounting.groups, accounting.index.block_size
         self._carrier.restart()
@@ -313,12 +169,13 @@ class OffloadPolicy:
         ``settle`` carries out what accounting has decided, and tells whether that went well.
         ``step_s``: seconds of a step beside which this happens; None: no sequence runs.
         """
+        self._note_evicted(_LOOKS)
         for job in self._carrier.loaded():
             job.is_done = True
             self._note_lost(job)
             if job.is_given_up:
                 self._late.remove(job)
-                self._carrier.release(job)
+                self._release_late(job)
         stop_s = None if step_s is None else self._clock() + _SHARE_OF_A_STEP * step_s
         for job in [job for job in self._jobs.values() if job.is_done]:
             if job.end > job.first and not self._insert(job, settle, stop_s):
@@ -336,7 +193,10 @@ class OffloadPolicy:
     def _ask(self, sequence: Sequence, token_ids: TokenIds, hit: PrefixHit) -> bool:
         """Ask tiers for what follows a hit, if that may pay. Return whether they are asked."""
         size = self._block_size
-        remote = None if self.offers is None else self.offers.brought_by(sequence)
+        remote, least_s = None, 0.0
+        if self.offers is not None:
+            remote = sequence.remote
+            least_s = self.offers.least_wait_s(remote)
         first, end = hit.num_tokens // size, (len(token_ids) - 1) // size
         asks_left = self._asks_left.get(sequence.seq_id, _MOST_ASKS)
         if end <= first or not asks_left:
@@ -349,10 +209,13 @@ class OffloadPolicy:
         self._asks_left[sequence.seq_id] = 0
         recompute_s = self._costs.recompute_s(len(blocks) * size)
         # What loading has taken lately says nothing of a peer that was not asked.
-        is_slow = self._carrier.load_s_per_block * len(blocks) >= recompute_s
-        if is_slow and remote is None:
-            return False
-        wait_s = min(recompute_s, _LONGEST_WAIT_S)
+        is_told_to = least_s > 0 or remote is not None
+        if self._carrier.load_s(len(blocks)) >= recompute_s and not is_told_to:
+            # What was slow once need not be slow for ever: some ask all the same.
+            self._num_slow += 1
+            if self._num_slow % _SLOW_ASKS:
+                return False
+        wait_s = max(least_s, min(recompute_s, _LONGEST_WAIT_S))
         job = LoadJob(
             seq_id=sequence.seq_id,
             keys=sequence.request.keys,
@@ -373,12 +236,16 @@ class OffloadPolicy:
         """Wait no longer for a job; what it has brought may go to a nearer tier."""
         del self._jobs[job.seq_id]
         self.counts.num_late += 1
-        self.counts.wasted_tokens += max(0, job.end - job.first) * self._block_size
         job.is_given_up = True
         if job.is_done:
-            self._carrier.release(job)
+            self._release_late(job)
         else:
             self._late.append(job)
+
+    def _release_late(self, job: LoadJob) -> None:
+        """Count what a job has brought for nothing, which is known once it is done."""
+        self.counts.late_tokens += (job.end - job.first) * self._block_size
+        self._carrier.release(job)
 
     def _note_lost(self, job: LoadJob) -> None:
         """Note which blocks have no record any more, so that they are stored again."""
@@ -443,18 +310,35 @@ class OffloadPolicy:
             if len(blocks):
                 payloads = [job.payloads[number, start + at] for at in range(len(blocks))]
                 self._carrier.fill(number, blocks.tolist(), payloads)
-        self._blocks.insert_blocks(_PIN_ID, token_ids)
+        nodes = self._blocks.insert_blocks(_PIN_ID, token_ids)
+        self._unread.update(dict.fromkeys(nodes))
         return "inserted"
+
+    def _note_evicted(self, most: int) -> None:
+        """Look at some inserted blocks that no sequence has had: those that are gone are waste."""
+        index = self._blocks.index
+        for node in list(islice(self._unread, most)):
+            del self._unread[node]
+            if index.has_block(node):
+                self._unread[node] = None  # and looked at again after all others
+            else:
+                self.counts.evicted_tokens += self._block_size
 
     # -- storing -----------------------------------------------------------------------------------
 
     def note_admitted(self, sequence: Sequence, hit: PrefixHit | None) -> None:
         """Note that a sequence runs. What it has found and tiers lack may go out now."""
         self.forget(sequence)
-        if hit is None or self._write == "never" or self._is_off:
+        if hit is None:
             return
         index = self._blocks.index
-        for row in hit.rows[: hit.num_tokens // self._block_size].tolist():
+        rows = hit.rows[: hit.num_tokens // self._block_size].tolist()
+        if self._unread:
+            for row in rows:
+                self._unread.pop(index.node(row), None)
+        if self._write == "never" or self._is_off:
+            return
+        for row in rows:
             if not self._remembered.get(index.block_hash(row)[:8]):
                 self._queue.append((index.node(row), True))
 
@@ -593,6 +477,7 @@ class OffloadPolicy:
         if self._is_closed:
             return
         self._is_closed, self._is_same_model = True, lambda: True  # which held the model
+        self._note_evicted(len(self._unread))
         stop_s = self._clock() + _CLOSE_S
         self.store(step_s=None)
         while self.has_more and self._clock() < stop_s:
@@ -633,7 +518,8 @@ class OffloadPolicy:
         has_parent = self._remembered.get(identity.parent[:8], 1) != 0
         recurs = was_asked_for or known is not None
         share = max(self._recurring.value, _LIKELY if recurs else 0.0)
-        spared_s = self._costs.recompute_s(self._block_size) - self._carrier.load_s_per_block
+        load_s = self._carrier.load_s(2) - self._carrier.load_s(1)  # as one of many
+        spared_s = self._costs.recompute_s(self._block_size) - load_s
         if has_parent and share * spared_s > self._carrier.store_s_per_block:
             return True
         self._remember(name, 0)

@@ -82,18 +82,12 @@ class SchedulerLimits:
 
         Raises: RequestTooLong if it does not.
         """
-        num_prompt_tokens = len(request.prompt_token_ids)
-        generates = request.pooling is None
-        if num_prompt_tokens + generates > self.max_model_len:
-            raise RequestTooLong(
-                f"the prompt has {format_count(num_prompt_tokens)} tokens and the context ends at "
-                f"{format_count(self.max_model_len)}{', with at least one to generate' * generates}"
-                f": shorten the prompt or raise max_model_len"
-            )
-        verdict = accounting.could_hold(num_prompt_tokens, max_tokens=self.longest(request))
+        refuse_too_long(request, self.max_model_len)
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        verdict = accounting.could_hold(num_tokens, max_tokens=self.longest(request))
         if isinstance(verdict, Never):
             raise RequestTooLong(
-                f"the prompt of {format_count(num_prompt_tokens)} tokens can never run: {verdict}"
+                f"the prompt of {format_count(num_tokens)} tokens can never run: {verdict}"
             )
 
     def finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
@@ -108,3 +102,21 @@ class SchedulerLimits:
         if sequence.num_tokens >= self.max_model_len:
             return "length"
         return None
+
+
+def refuse_too_long(request: Request, max_model_len: int) -> None:
+    """Refuse a prompt that leaves no room in the context. Raises: RequestTooLong."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    generates = request.pooling is None
+    if num_prompt_tokens + generates > max_model_len:
+        raise RequestTooLong(
+            f"the prompt has {format_count(num_prompt_tokens)} tokens and the context ends at "
+            f"{format_count(max_model_len)}{', with at least one to generate' * generates}"
+            f": shorten the prompt or raise max_model_len"
+        )
+    num_tokens = num_prompt_tokens + len(request.output_token_ids)
+    if num_tokens > max_model_len:
+        raise RequestTooLong(
+            f"the prompt and output_token_ids have {format_count(num_tokens)} tokens and the "
+            f"context ends at {format_count(max_model_len)}"
+        )

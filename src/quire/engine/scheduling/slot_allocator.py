@@ -134,7 +134,8 @@ class SlotAllocator:
         num_hit_tokens = attempt.hit.num_tokens if attempt.hit else 0
         self._statistics.note_came(sequence, attempt.found, num_hit_tokens)
         if attempt.hit and not sequence.num_preemptions:
-            sequence.num_cached_tokens = attempt.hit.num_tokens
+            # What was found of the tokens that another engine has generated is no prompt.
+            sequence.num_cached_tokens = min(num_hit_tokens, sequence.num_prompt_tokens)
         if not attempt.num_restored:  # the saved entries are cached as well, or of no use
             self._swap.release(sequence)
         return Chunk(

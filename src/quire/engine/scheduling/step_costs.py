@@ -81,11 +81,11 @@ class Costs:
 
     def note_saved(self, num_bytes: int, seconds: float) -> None:
         """Note the seconds that saving these bytes took."""
-        self.save_s_per_byte = _mean(self.save_s_per_byte, seconds / num_bytes)
+        self.save_s_per_byte = mean_of_latest(self.save_s_per_byte, seconds / num_bytes)
 
     def note_loaded(self, num_bytes: int, seconds: float) -> None:
         """Note the seconds that bringing these bytes back took."""
-        self.load_s_per_byte = _mean(self.load_s_per_byte, seconds / num_bytes)
+        self.load_s_per_byte = mean_of_latest(self.load_s_per_byte, seconds / num_bytes)
 
     def recompute_s(self, num_tokens: int) -> float:
         """Return the seconds to compute tokens in steps that are taken anyway."""
@@ -96,26 +96,57 @@ class Costs:
         return num_bytes * (self.save_s_per_byte + self.load_s_per_byte)
 
 
-def _mean(mean: float, new: float) -> float:
+class LoadTimes:
+    """What loading blocks from tiers takes: a time for each question, and one for each block.
+
+    Both are told apart as soon as loads of several lengths are known. A load that took much longer
+    than usual counts little, since errors are taken in proportion. One thread notes, any may ask.
+    """
+
+    def __init__(self) -> None:
+        # Of loads with their blocks, and one question, as parts of their seconds.
+        self._moments, self._parts = np.zeros((2, 2)), np.zeros(2)
+        self._fitted = 0.0, 0.0  # of a block and a question: one value, which threads share
+
+    def note(self, num_blocks: int, seconds: float) -> None:
+        """Note a load of so many blocks, at least one."""
+        if seconds <= 0:
+            return
+        parts = np.array([num_blocks, 1.0]) / seconds
+        share = _NEW_SHARE if self._parts.any() else 1.0
+        self._moments += share * (np.outer(parts, parts) - self._moments)
+        self._parts += share * (parts - self._parts)
+        block_s, question_s = _fit(self._moments, self._parts)
+        self._fitted = block_s, question_s
+
+    def seconds(self, num_blocks: int) -> float:
+        """Return what loading so many blocks is expected to take; 0 before the first load."""
+        block_s, question_s = self._fitted
+        return question_s + num_blocks * block_s
+
+
+def mean_of_latest(mean: float, new: float) -> float:
+    """Return a mean in which the latest measurements weigh most; 0: there is none yet."""
     return new if not mean else mean + _NEW_SHARE * (new - mean)
 
 
 def _fit(moments: npt.NDArray[np.float64], parts: npt.NDArray[np.float64]) -> list[float]:
     """Return x ≥ 0 with the least sum of (parts·x − 1)², which weighs errors in proportion.
 
-    Shapes: moments f64[3, 3], parts f64[3]. With three unknowns, all sets of those above 0 are
-    tried.
+    Shapes: moments f64[n, n], parts f64[n]. With so few unknowns, all sets of those above 0 are
+    tried; of equal ones, the first of the fewest.
     """
+    num_parts = len(parts)
     scale = np.sqrt(np.diag(moments))
     scale[scale == 0] = 1.0
     scaled, target = moments / np.outer(scale, scale), parts / scale
-    best, least = np.zeros(3), 0.0
-    for count in (1, 2, 3):
-        for chosen in map(list, combinations(range(3), count)):
+    best, least = np.zeros(num_parts), 0.0
+    for count in range(1, num_parts + 1):
+        for chosen in map(list, combinations(range(num_parts), count)):
             found = np.linalg.lstsq(scaled[np.ix_(chosen, chosen)], target[chosen], rcond=1e-9)[0]
             error = -float(found @ target[chosen])  # plus a constant
             if (found >= 0).all() and error < least - 1e-12:
-                best, least = np.zeros(3), error
+                best, least = np.zeros(num_parts), error
                 best[chosen] = found
     result: list[float] = (best / scale).tolist()
     return result

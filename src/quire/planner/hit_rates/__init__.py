@@ -10,6 +10,7 @@ from quire.planner.hit_rates.curve import (
     round_sizes,
 )
 from quire.planner.hit_rates.prefix_tree import Prompts, prompts_of
+from quire.planner.hit_rates.tiered import TieredHits, TierHits, kept_blocks, tiered_hits
 
 __all__ = [
     "OPTIMUM",
@@ -17,8 +18,12 @@ __all__ = [
     "HitRate",
     "HitRates",
     "Prompts",
+    "TierHits",
+    "TieredHits",
     "hit_rate_curve",
+    "kept_blocks",
     "prompts_of",
     "require_policies",
     "round_sizes",
+    "tiered_hits",
 ]

@@ -35,6 +35,7 @@ class Prompts:
 
     block_tokens: int
     prompt_tokens: list[int]  # [R]
+    at_s: list[float]  # [R] when each came
     ends: list[int]  # [R] the last stretch of each prompt; -1: the prompt has no block
     parents: list[int]  # [S] -1: the stretch begins at the root
     lengths: list[int]  # [S] in blocks
@@ -107,11 +108,12 @@ def prompts_of(
     Raises: ConfigError.
     """
     tree = _Tree()
-    prompt_tokens, ends = array("q"), array("q")
+    prompt_tokens, ends, at_s = array("q"), array("q"), array("d")
     joined: dict[bytes, int] = {}
     id_tokens = 0
     for request in trace:
         prompt_tokens.append(request.input_tokens)
+        at_s.append(request.at_s)
         ids = request.hash_ids
         if not ids:
             ends.append(_ROOT)
@@ -137,6 +139,7 @@ def prompts_of(
     return Prompts(
         block_tokens=block_tokens or id_tokens,
         prompt_tokens=prompt_tokens.tolist(),
+        at_s=at_s.tolist(),
         ends=ends.tolist(),
         parents=tree.parents,
         lengths=lengths,

@@ -34,6 +34,7 @@ from quire.planner.report.content import (
 from quire.planner.report.latency_section import latency_section, work_section
 from quire.planner.report.memory_section import memory_section, utilization_section
 from quire.planner.report.prefix_section import prefix_section
+from quire.planner.report.tier_section import tier_section
 from quire.planner.simulation.result import SimulationResult
 
 # -- the answer ------------------------------------------------------------------------------------
@@ -304,6 +305,7 @@ def render(report: Report) -> str:
         generated_section(report),
         latency_section(report),
         work_section(report),
+        tier_section(report),
         prefix_section(report),
     ]
     shown = [each for each in sections if each is not None] if report.variants else []

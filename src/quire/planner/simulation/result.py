@@ -34,10 +34,16 @@ class TierTotals:
     queried_tokens: int  # of prompts, that tiers were asked for
     hit_tokens: int  # … that were inserted into the cache
     num_late: int  # loads that a sequence did not wait for
-    wasted_tokens: int  # loaded, and not inserted
+    late_tokens: int  # loaded, and not inserted
+    evicted_tokens: int  # inserted, and evicted before a sequence had them
     saved_s: float  # of computing, less the copies into the cache
     stored_blocks: int  # copied out
     dropped_blocks: int  # that were to go out, and were evicted first
+
+    @property
+    def wasted_tokens(self) -> int:
+        """Return the tokens that were loaded for nothing."""
+        return self.late_tokens + self.evicted_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

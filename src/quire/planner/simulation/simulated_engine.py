@@ -9,7 +9,8 @@ from typing import final
 
 from quire.engine.core import Engine
 from quire.engine.scheduler import Scheduler, SchedulerLimits
-from quire.engine.scheduling.offload_policy import BlockCarrier, OffloadPolicy, WritePolicy
+from quire.engine.scheduling.block_carrier import BlockCarrier
+from quire.engine.scheduling.offload_policy import OffloadPolicy, WritePolicy
 from quire.engine.scheduling.step_costs import Costs, Prices
 from quire.engine.scheduling.swap_space import SwapSpace, num_bytes, readable_tokens
 from quire.engine.sequence import Sequence

@@ -6,7 +6,7 @@ request, and the routing then chooses a replica for that request.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
 
 from quire.config import EngineConfig
@@ -23,7 +23,6 @@ from quire.planner.planned_tiers import (
     require_tier_blocks,
 )
 from quire.planner.simulation.cost_model import StepCosts
-from quire.planner.simulation.replica import ROUTES, Replica
 from quire.planner.simulation.result import (
     Goals,
     LatencyTally,
@@ -31,7 +30,9 @@ from quire.planner.simulation.result import (
     TierFigures,
     TierTotals,
 )
+from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, Router, RouterLine
 from quire.planner.simulation.simulated_engine import VirtualClock, virtual_engine
+from quire.planner.simulation.simulated_replica import SimulatedReplica
 from quire.planner.simulation.virtual_carrier import VirtualCarrier, VirtualTier
 from quire.planner.simulation.waste import Waste
 from quire.planner.subject import Subject
@@ -52,6 +53,7 @@ class Fleet:
     swap_bytes: int = 0
     num_replicas: int = 1
     routing: str = "round-robin"
+    event_delay_s: float = DEFAULT_EVENT_DELAY_S  # until the router hears of a replica
     tiers: tuple[PlannedTier, ...] = ()  # the nearest first
     tier_write: WritePolicy = "auto"
     is_on_host: bool = True  # storing in tiers takes processor time from the steps
@@ -64,13 +66,15 @@ def make_replica(
     by_steps: bool = False,
     looks_at_waste: bool = False,
     tiers: Sequence[VirtualTier] = (),
-) -> Replica:
-    """Make an idle replica of a fleet, with these tiers. Raises: ConfigError.
+    line: RouterLine | None = None,
+) -> SimulatedReplica:
+    """Make an idle replica of a fleet, with these tiers and this line to the router.
 
-    An unknown strategy is an error, and tiers for one without blocks.
+    Raises: ConfigError for an unknown strategy, and for tiers and one without blocks.
     """
     clock = VirtualClock()
-    accounting = build_accounting(fleet.cache, fleet.spec, fleet.sizes)
+    sizes = replace(fleet.sizes, keep_events=line is not None and line.hears_of_blocks)
+    accounting = build_accounting(fleet.cache, fleet.spec, sizes)
     carrier = None
     if tiers:
         block_size = accounting.block_size(0)
@@ -80,7 +84,9 @@ def make_replica(
             tiers,
             fleet.costs,
             clock,
-            staging_bytes=staging_bytes(accounting.groups, block_size),
+            staging_bytes=staging_bytes(
+                accounting.groups, block_size, fleet.limits.max_num_batched_tokens
+            ),
             shares_processor=fleet.is_on_host,
         )
     engine, cache = virtual_engine(
@@ -93,7 +99,7 @@ def make_replica(
         write=fleet.tier_write,
     )
     waste = Waste(cache.accounting) if looks_at_waste else None
-    return Replica(
+    replica = SimulatedReplica(
         engine,
         cache,
         clock,
@@ -102,6 +108,22 @@ def make_replica(
         by_steps=by_steps,
         waste=waste,
         carrier=carrier,
+    )
+    replica.line = line
+    return replica
+
+
+def router_of(fleet: Fleet) -> Router | None:
+    """Make the router of a fleet, or None for one engine."""
+    if fleet.num_replicas == 1:
+        return None
+    accounting = build_accounting(fleet.cache, fleet.spec, fleet.sizes)
+    return Router(
+        fleet.routing,
+        fleet.num_replicas,
+        accounting.groups,
+        accounting.block_size(0),
+        delay_s=fleet.event_delay_s,
     )
 
 
@@ -131,6 +153,7 @@ def simulate(
         return note
 
     shared = {n: VirtualTier(tier) for n, tier in enumerate(fleet.tiers) if tier.is_shared}
+    router = router_of(fleet)
     replicas = [
         make_replica(
             fleet,
@@ -138,24 +161,27 @@ def simulate(
             by_steps=by_steps,
             looks_at_waste=looks_at_waste,
             tiers=[shared.get(n) or VirtualTier(tier) for n, tier in enumerate(fleet.tiers)],
+            line=router.line(place) if router is not None else None,
         )
         for place in range(fleet.num_replicas)
     ]
-    num_requests = _replay(trace, replicas, fleet.routing)
+    num_requests = _replay(trace, replicas, router)
     end_s = max(replica.now_s for replica in replicas)
     for replica in replicas:
         replica.timeline.jump(end_s)
     return _result(fleet, replicas, tally, goals, num_requests)
 
 
-def _replay(trace: Iterable[TraceRequest], replicas: Sequence[Replica], routing: str) -> int:
+def _replay(
+    trace: Iterable[TraceRequest], replicas: Sequence[SimulatedReplica], router: Router | None
+) -> int:
     """Run all requests. Returns: how many there were."""
-    route, num_requests = ROUTES[routing], 0
+    num_requests = 0
     for number, request in enumerate(trace):
         num_requests += 1
         for replica in replicas:
             replica.run_until(request.at_s)
-        place = route(replicas, request, number) if len(replicas) > 1 else 0
+        place = router.choose(request, number) if router is not None else 0
         replicas[place].add(request, number)
     for replica in replicas:
         replica.run_until(inf)
@@ -164,7 +190,7 @@ def _replay(trace: Iterable[TraceRequest], replicas: Sequence[Replica], routing:
 
 def _result(
     fleet: Fleet,
-    replicas: Sequence[Replica],
+    replicas: Sequence[SimulatedReplica],
     tally: LatencyTally,
     goals: Goals,
     num_requests: int,
@@ -220,7 +246,7 @@ def _result(
     )
 
 
-def _tier_totals(fleet: Fleet, replicas: Sequence[Replica]) -> TierTotals | None:
+def _tier_totals(fleet: Fleet, replicas: Sequence[SimulatedReplica]) -> TierTotals | None:
     """Add up what all replicas did with their tiers; None if there are none."""
     carriers = [each.carrier for each in replicas if each.carrier is not None]
     if not carriers:
@@ -254,7 +280,8 @@ def _tier_totals(fleet: Fleet, replicas: Sequence[Replica]) -> TierTotals | None
         queried_tokens=total("queried_tokens"),
         hit_tokens=hit_tokens,
         num_late=total("num_late"),
-        wasted_tokens=total("wasted_tokens"),
+        late_tokens=total("late_tokens"),
+        evicted_tokens=total("evicted_tokens"),
         saved_s=sum(each.saved_s for each in counts),
         stored_blocks=total("stored_blocks"),
         dropped_blocks=total("dropped_blocks"),

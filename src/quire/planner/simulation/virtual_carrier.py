@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TypeAlias, final
 
-from quire.engine.scheduling.offload_policy import LoadJob, TierReport, columns_read
+from quire.engine.scheduling.block_carrier import LoadJob, TierReport, columns_read
+from quire.engine.scheduling.step_costs import LoadTimes
 from quire.kv.prefix_index import BlockEvent, BlockIdentity
 from quire.planner.kept_records import KeptRecords
-from quire.planner.planned_tiers import PlannedTier
+from quire.planner.planned_tiers import RECORDS_A_CALL, PlannedTier
 from quire.planner.simulation.cost_model import StepCosts
 from quire.planner.simulation.simulated_engine import VirtualClock
 from quire.spec import Group, KeptWhole
@@ -29,7 +30,6 @@ from quire.tiers import Name
 _STORE_SHARE = 0.5  # of staging memory, that may hold what is to be stored
 _NEW_SHARE = 0.2  # of a new measurement, in a mean
 _MOST_TRIED = 64  # ends of a prefix, where windows or states must be there too
-_BATCH = 16  # records that one call loads or stores
 _CLOSE_S = 5.0  # to store what was copied out
 
 
@@ -106,13 +106,13 @@ class VirtualCarrier:
         self._loader, self._storer = _SimulatedThread(), _SimulatedThread()
         self._done: deque[LoadJob] = deque()
         self._outgoing: list[_Record] = []
-        self._load_s = self._copy_s = self._store_s = 0.0  # of a block
+        self._loads = LoadTimes()
+        self._copy_s = self._store_s = 0.0  # of a block
 
     # -- the engine's side -------------------------------------------------------------------------
 
-    @property
-    def load_s_per_block(self) -> float:
-        return self._load_s
+    def load_s(self, num_blocks: int) -> float:
+        return self._loads.seconds(num_blocks)
 
     @property
     def store_s_per_block(self) -> float:
@@ -310,7 +310,7 @@ class VirtualCarrier:
             job.end = job.first + len(good) // len(self._everywhere)
         job.is_cut = count < len(job.blocks) and job.end == job.first + count > job.first
         if job.end > job.first:
-            self._load_s = _mean(self._load_s, seconds / (job.end - job.first))
+            self._loads.note(job.end - job.first, seconds)
         return seconds
 
     def _run(self, job: LoadJob, count: int) -> tuple[list[list[_Record]], float]:
@@ -373,7 +373,7 @@ class VirtualCarrier:
         in_batch, last = 0, -1
         for count, record in enumerate(wanted):
             speed = self.tiers[record.tier].planned.speed
-            if record.tier != last or in_batch == _BATCH:
+            if record.tier != last or in_batch == RECORDS_A_CALL:
                 seconds += speed.call_s
                 in_batch, last = 0, record.tier
             in_batch += 1
@@ -400,15 +400,15 @@ class VirtualCarrier:
         seconds = 0.0
         for tier in self.tiers[:num_tiers]:
             speed = tier.planned.speed
-            seconds += speed.call_s * -(-len(records) // _BATCH)
+            seconds += speed.call_s * -(-len(records) // RECORDS_A_CALL)
             lacking = (r for r in records if not tier.records.has(r.name))
             seconds += sum(self._sizes[r.group] for r in lacking) / speed.write_bytes_per_s
         return seconds
 
     def _store_in(self, records: list[_Record], num_tiers: int, now_s: float) -> None:
         for tier in self.tiers[:num_tiers]:
-            for start in range(0, len(records), _BATCH):
-                batch = records[start : start + _BATCH]
+            for start in range(0, len(records), RECORDS_A_CALL):
+                batch = records[start : start + RECORDS_A_CALL]
                 lacking = [not tier.records.has(record.name) for record in batch]
                 sizes = [self._sizes[record.group] for record in batch]
                 kept = tier.records.keep(

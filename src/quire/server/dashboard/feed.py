@@ -17,13 +17,14 @@ from typing import final
 
 import msgspec
 
-from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.engine.sequence import Sequence
 from quire.errors import QuireError
 from quire.server.dashboard.frames import About, Frame
 from quire.server.dashboard.snapshot import Tenant, about, frames
 from quire.server.logs import place_of
+from quire.server.served_engine import Administration, ServedEngine
+from quire.server.wire.error_responses import elsewhere
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +59,9 @@ class Feed:
     """
 
     def __init__(
-        self, llm: AsyncLLM, *, chats: bool = True, interval_s: float = INTERVAL_S
+        self, engine: ServedEngine, *, chats: bool = True, interval_s: float = INTERVAL_S
     ) -> None:
-        self._llm, self._chats, self._interval_s = llm, chats, interval_s
+        self._engine, self._chats, self._interval_s = engine, chats, interval_s
         self.num_taken = 0  # frames, changed or not
         self._channels: dict[Tenant, _Channel] = {}
         self._taking: asyncio.Task[None] | None = None
@@ -72,18 +73,23 @@ class Feed:
 
     async def open(self, tenant: Tenant = None) -> AsyncGenerator[bytes, None]:
         """Return events for one viewer, until it leaves or the engine ends. Raises: RequestError,
-        or what the engine failed with, if it has ended.
+        or what the engine failed with, if it has ended; Refused (501) where it is elsewhere.
         """
-        first = await self._llm.inspect(lambda llm, _: about(llm, chats=self._chats))
-        return self._events(first, tenant)
+        looked_at = self._engine.administration
+        if looked_at is None:
+            raise elsewhere("the memory page shows an engine's cache")
+        first = await looked_at.inspect(lambda llm, _: about(llm, chats=self._chats))
+        return self._events(looked_at, first, tenant)
 
-    async def _events(self, first: About, tenant: Tenant) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, looked_at: Administration, first: About, tenant: Tenant
+    ) -> AsyncGenerator[bytes, None]:
         channel = self._channels.setdefault(tenant, _Channel())
         channel.num_viewers += 1
         try:
             yield _event("about", msgspec.json.encode(first), _now_ms())
             if self._taking is None or self._taking.done():
-                self._taking = asyncio.create_task(self._take(), name="quire-page")
+                self._taking = asyncio.create_task(self._take(looked_at), name="quire-page")
             seen, taking = 0, self._taking
             while not taking.done() or seen < channel.number:
                 if seen < channel.number:
@@ -103,14 +109,14 @@ class Feed:
                 with suppress(asyncio.CancelledError):
                     await taking
 
-    async def _take(self) -> None:
+    async def _take(self, looked_at: Administration) -> None:
         """Take frames while there are viewers, further apart where one takes long."""
         while True:
             try:
-                taken, cost_s = await self._llm.inspect(partial(_frames, tuple(self._channels)))
+                taken, cost_s = await looked_at.inspect(partial(_frames, tuple(self._channels)))
             except Exception as error:
                 # An engine that has ended says so itself.
-                if not isinstance(error, QuireError) and self._llm.failure is None:
+                if not isinstance(error, QuireError) and self._engine.failure is None:
                     log.error("the memory feed has ended: %s", place_of(error))
                 return
             began_s = time.thread_time()

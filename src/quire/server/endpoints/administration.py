@@ -157,7 +157,7 @@ def _card(context: RequestContext, name: str) -> ModelCard:
         created=service.created,
         created_at=datetime.fromtimestamp(service.created, UTC).isoformat(),
         owned_by="quire",
-        root=service.llm.llm.name,
+        root=service.engine.facts.name,
         max_model_len=service.max_model_len,
     )
 
@@ -175,14 +175,14 @@ async def reset_prefix_cache(context: RequestContext) -> Response:
     """
     running = context.one_of("reset_running_requests", ("false", "true")) == "true"
     external = context.one_of("reset_external", ("false", "true")) == "true"
-    llm = context.service.llm
+    engine = context.service.administration
     if external:
         try:
-            llm.llm.check_reset_external()
+            engine.check_reset_external()
         except RequestError as error:
             raise Refused(400, str(error), param="reset_external") from None
     try:
-        done = await llm.reset_prefix_cache(running, external)
+        done = await engine.reset_prefix_cache(running, external)
     except TierError as error:
         raise Refused(503, str(error), param="reset_external") from None
     if not done:
@@ -219,7 +219,7 @@ async def wake_up(context: RequestContext) -> Response:
 
 async def is_sleeping(context: RequestContext) -> Json[Sleeping]:
     """Return whether the server sleeps and refuses requests."""
-    return as_json(context, Sleeping(is_sleeping=context.service.llm.llm.is_sleeping))
+    return as_json(context, Sleeping(is_sleeping=context.service.administration.is_sleeping))
 
 
 async def tiers(context: RequestContext) -> Json[TierList]:
@@ -234,14 +234,14 @@ async def trust_tiers(context: RequestContext) -> Json[TierList]:
     """
     name = context.http.query_params.get("tier")
     try:
-        context.service.llm.trust_tiers(name)
+        context.service.administration.trust_tiers(name)
     except RequestError as error:
         raise Refused(404, str(error), param="tier") from None
     return as_json(context, _tiers(context))
 
 
 def _tiers(context: RequestContext) -> TierList:
-    report = context.service.llm.tiers
+    report = context.service.administration.tiers
     if report is None:
         return TierList(data=[], why_off=None)
     several = [

@@ -115,7 +115,7 @@ async def embeddings(context: RequestContext, asked: EmbeddingRequest) -> Json[E
     packed = asked.encoding_format == "base64"
     pooling = PoolingParams(dimensions=asked.dimensions, normalize=asked.normalize is not False)
     prompts = prompts_of(asked.input, "input")
-    size = asked.dimensions or context.service.llm.llm.embeddings.hidden_size
+    size = asked.dimensions or context.service.engine.facts.embeddings.hidden_size
     _refuse_too_much(len(prompts) * size, packed=packed)
     vectors, usage = await _vectors(context, prompts, asked, pooling)
 
@@ -160,7 +160,7 @@ async def _vectors(
     pooling: PoolingParams,
 ) -> tuple[list[Vector], TokenUsage]:
     """Raises: Refused; RequestError; ClientGone."""
-    context.service.llm.llm.embeddings.check(pooling)  # before a text is tokenized
+    context.service.engine.facts.embeddings.check(pooling)  # before a text is tokenized
     requests = [
         await engine_request(
             context, await prompt_ids(context, prompt, asked, leaves=0), pooling, asked

@@ -118,7 +118,7 @@ async def engine_request(
     service = context.service
     service.refuse_without_engine()
     try:
-        return await service.llm.request(
+        return await service.engine.request(
             prompt,
             params,
             priority=asked.priority or 0,
@@ -137,8 +137,7 @@ def _transfer(context: RequestContext, asked: Routed) -> dict[str, Any] | None:
     given = asked.kv_transfer_params if isinstance(asked, GenerationRequest) else None
     if given is None:
         return None
-    config = context.service.llm.llm.config.kv_transfer_config
-    if config is None or not config.is_own:
+    if not context.service.engine.facts.takes_blocks:
         context.ignore("kv_transfer_params")
         return None
     said: dict[str, Any] = msgspec.to_builtins(given)
@@ -270,27 +269,28 @@ class Generation:
         log = self.service.request_log
         noted = None if log is None else log.begin(request)
         try:
-            async for delta in self.service.llm.generate(request):
-                # A beam search's first delta is the first of all its beams.
-                begun = (delta.choice,) if request.beam is None else range(permit.num_sequences)
-                for choice in begun:
-                    admission.note_piece(permit, choice)
-                if noted is not None:
-                    noted.add(delta)
-                self.completion_tokens += len(delta.token_ids)
-                self._cached_tokens[index] = delta.num_cached_tokens
-                if delta.kv_transfer_params is not None and not index:  # as vLLM: of the first
-                    self.kv_transfer_params = msgspec.convert(
-                        dict(delta.kv_transfer_params), KVTransferParams
-                    )
-                if self._spans is not None:
-                    self._spans.add(index, delta)
-                if delta.finish_reason == "error":
-                    raise broken_off(delta.detail, delta.fault)
-                # OpenAI has no word for KV memory that ran out; the detail says which it was.
-                if delta.finish_reason == "capacity":
-                    delta = replace(delta, finish_reason="length")
-                yield index * self.num_choices + delta.choice, delta
+            async with aclosing(self.service.engine.generate(request)) as pieces:
+                async for delta in pieces:
+                    # A beam search's first delta is the first of all its beams.
+                    begun = (delta.choice,) if request.beam is None else range(permit.num_sequences)
+                    for choice in begun:
+                        admission.note_piece(permit, choice)
+                    if noted is not None:
+                        noted.add(delta)
+                    self.completion_tokens += len(delta.token_ids)
+                    self._cached_tokens[index] = delta.num_cached_tokens
+                    if delta.kv_transfer_params is not None and not index:  # as vLLM: of the first
+                        self.kv_transfer_params = msgspec.convert(
+                            dict(delta.kv_transfer_params), KVTransferParams
+                        )
+                    if self._spans is not None:
+                        self._spans.add(index, delta)
+                    if delta.finish_reason == "error":
+                        raise broken_off(delta.detail, delta.fault)
+                    # OpenAI has no word for KV memory that ran out; the detail says which it was.
+                    if delta.finish_reason == "capacity":
+                        delta = replace(delta, finish_reason="length")
+                    yield index * self.num_choices + delta.choice, delta
         finally:
             if noted is not None:
                 noted.end()

@@ -101,7 +101,7 @@ async def detokenize(context: RequestContext, asked: DetokenizeRequest) -> Json[
     Raises: Refused for ids beyond the vocabulary.
     """
     service = context.service
-    known = service.llm.llm.vocab_size
+    known = service.engine.facts.vocab_size
     for token_id in (min(asked.tokens, default=0), max(asked.tokens, default=0)):
         if not 0 <= token_id < known:
             raise invalid(
@@ -117,7 +117,7 @@ async def tokenizer_info(context: RequestContext) -> Json[TokenizerInfo]:
     Raises: Refused.
     """
     service = context.service
-    tokenizer = service.llm.llm.tokenizer
+    tokenizer = service.engine.facts.tokenizer
     if tokenizer is None:
         raise Refused(404, "this model has no tokenizer")
     return as_json(

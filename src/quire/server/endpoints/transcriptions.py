@@ -52,7 +52,7 @@ async def translations(context: RequestContext, asked: TranscriptionRequest) -> 
 
 
 async def _answer(context: RequestContext, asked: TranscriptionRequest, task: Task) -> Answer:
-    context.service.llm.llm.hearing.check(task)
+    context.service.engine.facts.hearing.check(task)
     listening = _Listening(context, asked, task)
     await listening.begin()
     if asked.stream:
@@ -96,7 +96,7 @@ class _Listening:
     def __init__(self, context: RequestContext, asked: TranscriptionRequest, task: Task) -> None:
         self._context, self._asked, self._task = context, asked, task
         self._service = context.service
-        self._hearing = self._service.llm.llm.hearing
+        self._hearing = self._service.engine.facts.hearing
         self._language = "" if self._hearing.language_ids else "en"  # by code; empty: not known
         self.heard: list[_Heard] = []
         self.text = ""

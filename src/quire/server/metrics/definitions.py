@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from quire.engine.scheduling.offload_policy import OffloadReport, TierReport
+from quire.engine.scheduling.block_carrier import TierReport
+from quire.engine.scheduling.offload_policy import OffloadReport
 from quire.server.metrics.family import (
     Figures,
     MetricFamily,
@@ -81,6 +82,35 @@ def _outgoing_blocks(reading: MetricReading) -> dict[str, float]:
     counts = reading.tiers.counts
     return {"copied": counts.stored_blocks, "dropped": counts.dropped_blocks}
 
+
+def _wasted_tokens(reading: MetricReading) -> dict[str, float]:
+    if reading.tiers is None:
+        return {}
+    counts = reading.tiers.counts
+    return {"late": counts.late_tokens, "evicted": counts.evicted_tokens}
+
+
+# Of the server, wherever its engine is.
+SERVER_FAMILIES = (
+    MetricFamily(
+        name="vllm:admission_rejections_total",
+        kind="counter",
+        unit="requests",
+        meaning="Requests refused before they reached the engine, by the limit that they met.",
+        labels=("reason",),
+        of=("model_name",),
+        read=lambda r: {(reason,): count for reason, count in r.counts.rejections.items()},
+    ),
+    MetricFamily(
+        name="http_requests_total",
+        kind="counter",
+        unit="requests",
+        meaning="HTTP requests answered, by the template of the path and the status code.",
+        labels=("handler", "method", "status"),
+        of=(),
+        read=lambda r: r.counts.answers,
+    ),
+)
 
 COUNTERS = (
     counter(
@@ -272,12 +302,13 @@ COUNTERS = (
         "Blocks that were to be stored: copied out, or dropped since they were evicted first.",
         _outgoing_blocks,
     ),
-    MetricFamily(
-        name="quire:tier_wasted_tokens_total",
-        kind="counter",
-        unit="tokens",
-        meaning="Tokens that were loaded and not used, since the request waited no longer.",
-        read=_of_all_tiers(lambda tiers: tiers.counts.wasted_tokens),
+    counters(
+        "quire:tier_wasted_tokens_total",
+        "tokens",
+        "reason",
+        "Tokens that were loaded for nothing: late, the request waited no longer; evicted, they "
+        "left the cache again before any request had them.",
+        _wasted_tokens,
     ),
     MetricFamily(
         name="quire:tier_late_loads_total",
@@ -294,24 +325,7 @@ COUNTERS = (
         "(max_queue_size).",
         _event_batches,
     ),
-    MetricFamily(
-        name="vllm:admission_rejections_total",
-        kind="counter",
-        unit="requests",
-        meaning="Requests refused before they reached the engine, by the limit that they met.",
-        labels=("reason",),
-        of=("model_name",),
-        read=lambda r: {(reason,): count for reason, count in r.counts.rejections.items()},
-    ),
-    MetricFamily(
-        name="http_requests_total",
-        kind="counter",
-        unit="requests",
-        meaning="HTTP requests answered, by the template of the path and the status code.",
-        labels=("handler", "method", "status"),
-        of=(),
-        read=lambda r: r.counts.answers,
-    ),
+    *SERVER_FAMILIES,
 )
 
 

@@ -4,8 +4,9 @@ It is not OpenMetrics: there prometheus-client escapes the colons of names by de
 scraper reads this format.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any, final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -18,26 +19,41 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.engine.statistics import Histogram
-from quire.server.metrics.definitions import FAMILIES
-from quire.server.metrics.family import Counts, MetricFamily, MetricReading, read
+from quire.server.metrics.definitions import FAMILIES, SERVER_FAMILIES
+from quire.server.metrics.family import Counts, MetricFamily, MetricSource, ServerReading, read
+
+
+@final
+class _EngineFigures:
+    """The figures of an engine and its server."""
+
+    def __init__(self, llm: LLM | None, counts: Counts) -> None:
+        self._llm, self._counts = llm, counts
+
+    @property
+    def families(self) -> Sequence[MetricFamily]:
+        return SERVER_FAMILIES if self._llm is None else FAMILIES
+
+    def reading(self) -> Any:
+        return ServerReading(self._counts) if self._llm is None else read(self._llm, self._counts)
 
 
 class Metrics(Collector):
     """The metrics of one engine, read at each scrape without waiting for it.
 
     ``model_name`` is the name that it is served under. An engine that was closed or has failed is
-    read as it is.
+    read as it is; of one that is elsewhere (None) only the server's own are. ``more`` are read
+    besides.
     """
 
-    def __init__(self, llm: LLM | AsyncLLM, model_name: str) -> None:
-        self._llm = llm.llm if isinstance(llm, AsyncLLM) else llm
+    def __init__(self, llm: LLM | None, model_name: str, more: Sequence[MetricSource] = ()) -> None:
         # A line end would end the sample.
         name = "".join(each for each in model_name if each.isprintable())
         self._values = {"model_name": name, "engine": "0"}
         self.counts = Counts()
+        self._sources = (_EngineFigures(llm, self.counts), *more)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -52,11 +68,12 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families, as prometheus_client has them."""
-        reading = read(self._llm, self.counts)
-        for family in FAMILIES:
-            yield self._metric(family, reading)
+        for source in self._sources:
+            reading = source.reading()
+            for family in source.families:
+                yield self._metric(family, reading)
 
-    def _metric(self, family: MetricFamily, reading: MetricReading) -> Metric:
+    def _metric(self, family: MetricFamily, reading: Any) -> Metric:
         labels = (*family.of, *family.labels)
         base = [self._values[label] for label in family.of]
         figures = [([*base, *values], each) for values, each in family.read(reading).items()]

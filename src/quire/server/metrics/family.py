@@ -6,11 +6,11 @@ what only Quire counts is called ``quire:…``. docs/reference/metrics.md has th
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from quire.engine.elastic import Elasticity
 from quire.engine.event_publisher import EventPublisher
@@ -113,6 +113,13 @@ class MetricReading:
         return held / self.elastic.ceiling_bytes if self.elastic.ceiling_bytes else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ServerReading:
+    """The figures of a server without an engine of its own."""
+
+    counts: Counts
+
+
 def read(llm: LLM, counts: Counts) -> MetricReading:
     """Read an engine's figures."""
     scheduler = llm.engine.scheduler
@@ -161,16 +168,29 @@ ENGINE = ("model_name", "engine")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricFamily:
     """One metric. ``read`` gives the figures by the values of ``labels``; those of ``of`` are
-    added.
+    added. What it is given to read is its source's.
     """
 
     name: str
     kind: Kind
     unit: str
     meaning: str
-    read: Callable[[MetricReading], Figures]
+    read: Callable[[Any], Figures]
     labels: tuple[str, ...] = ()  # besides those in ``of``
     of: tuple[str, ...] = ENGINE
+
+
+class MetricSource(Protocol):
+    """Families, and what they are read from."""
+
+    @property
+    def families(self) -> Sequence[MetricFamily]:
+        """Return its families."""
+        ...
+
+    def reading(self) -> Any:
+        """Return what each family's ``read`` is given, at this moment."""
+        ...
 
 
 def _one(

@@ -3,7 +3,7 @@
 400  the request is wrong, or can never fit    415  the body is packed, or of another kind
 401  no key, or an unknown one                 429  this key has too many requests under way
 403  a foreign web page                        500  the engine could not compute it
-404  an unknown path or model                  501  it needs a package that is not installed
+404  an unknown path or model                  501  no package or no engine here for it
 408  the body has not come in time             503  no room in the queue, asleep, or going down
 409  not while sequences run
 413  the body is too long
@@ -120,6 +120,15 @@ class Refused(QuireError):
                 code=self.code or HTTPStatus(self.status).phrase.lower().replace(" ", "_"),
             )
         )
+
+
+def elsewhere(what: str) -> Refused:
+    """Return the refusal (501) of what needs an engine in this process, said in ``what``."""
+    return Refused(
+        501,
+        f"{what}, and this process has none of its own: its engines are elsewhere, ask them",
+        code="no_engine_here",
+    )
 
 
 def invalid(param: str | None, message: str) -> Refused:

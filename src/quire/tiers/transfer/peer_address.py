@@ -6,10 +6,11 @@ from pathlib import PurePosixPath
 
 from quire.errors import ConfigError
 
+MOST_PORT = 65_535
+
 _UNIX = "unix:"
 _TCP = re.compile(r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+)):(?P<port>[0-9]{1,5})")
 _LONGEST_PATH_BYTES = 107  # of a Unix socket
-_MOST_PORT = 65_535
 _SHOWN_CHARACTERS = 200
 
 
@@ -30,12 +31,12 @@ class PeerAddress:
             is_short = len(path.encode(errors="replace")) <= _LONGEST_PATH_BYTES
             if is_short and PurePosixPath(path).is_absolute() and "\0" not in path:
                 return cls(path)
-        elif (found := _TCP.fullmatch(given)) and int(found["port"]) <= _MOST_PORT:
+        elif (found := _TCP.fullmatch(given)) and int(found["port"]) <= MOST_PORT:
             return cls("", (found["v6"] or found["name"]).lower(), int(found["port"]))
         raise ConfigError(
             f"{str(text)[:_SHOWN_CHARACTERS]!r} is no address of a peer: it must be unix:/PATH of "
             f"up to {_LONGEST_PATH_BYTES} bytes, or tcp://HOST:PORT with a port up to "
-            f"{_MOST_PORT:,}"
+            f"{MOST_PORT:,}"
         )
 
     @classmethod

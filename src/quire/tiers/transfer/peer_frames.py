@@ -2,10 +2,11 @@
 
     frame      magic, kind, number of files (0 or 1), bytes of the body
     body       what the kind says: names, sizes, a count, or words
+    tag        where both ends have a key: of the frame, its body, and how many came before it
     payload    whole records one behind the other: behind the frame over TCP; over a Unix socket in
                a sealed file of memory, whose descriptor comes with the frame
 
-    HELLO → WELCOME → PROOF → ANSWER     versions, fingerprints, sizes; who has the key
+    HELLO → WELCOME → PROOF → ANSWER     ``peer_handshake``
     AWAIT    a lease: answered when all of its records are there, or after so many milliseconds
     FIND     names: how many of them, from the first one on, are there
     LOAD     names: the sizes of the first ones that are there, and their payload
@@ -15,11 +16,14 @@
     REFUSED  words, in place of an answer
 
 Neither end believes the other: what a frame announces is compared with a bound, and with what the
-receiver has room for, before a byte of it is read; and each call has a deadline.
+receiver has room for, before a byte of it is read; and each call has a deadline. A frame that was
+changed, repeated, left out or put in on its way ends the connection. A payload has no tag: each of
+its records is checked by who loads it.
 """
 
 import array
 import fcntl
+import hmac
 import os
 import socket
 import struct
@@ -48,6 +52,16 @@ _COUNT = struct.Struct("<H")
 _WAIT = struct.Struct("<IB")  # milliseconds, bytes of the lease
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SHOWN_CHARACTERS = 300  # of a refusal
+# The end of an answer waits for nothing; and a machine that is gone without a word is noticed in a
+# minute, where no question is under way.
+_TCP_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+_TAG_BYTES = 16  # of a frame
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _FD_BYTES = array.array("i").itemsize
 
@@ -90,10 +104,18 @@ class PeerConnection:
     """One end of a connection. One thread at a time may use it."""
 
     def __init__(self, stream: socket.socket, peer: str) -> None:
-        """``stream``: connected, and now the connection's own. ``peer``: its name in messages."""
-        self._stream, self._peer = stream, peer
+        """``stream``: connected, and now the connection's own. ``peer``: its name in messages.
+
+        Raises: OSError for a stream that has ended already.
+        """
+        self._stream, self.peer = stream, peer
         self.passes_files = stream.family == socket.AF_UNIX
+        if not self.passes_files:
+            for level, option, value in _TCP_OPTIONS:
+                stream.setsockopt(level, option, value)
         self.is_open = True
+        self._sends: _FrameTags | None = None  # None: frames have no tags
+        self._receives: _FrameTags | None = None
 
     def close(self) -> None:
         """Close it, whatever is under way in another thread."""
@@ -109,9 +131,14 @@ class PeerConnection:
         """
         data = self._stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, uid, _ = _CREDENTIALS.unpack(data)
-        if uid != os.getuid():
+        own = os.geteuid()
+        if uid != own:
             self.close()
-            raise PeerLost(f"{self._peer}: it is of user {uid}, and this process of {os.getuid()}")
+            raise PeerLost(f"{self.peer}: it is of user {uid}, and this process of {own}")
+
+    def authenticate(self, own_key: bytes, other_key: bytes) -> None:
+        """Tag each frame that is sent from now on, and expect tags of those that come."""
+        self._sends, self._receives = _FrameTags(own_key), _FrameTags(other_key)
 
     def wait(self, seconds: float) -> bool:
         """Wait so long for bytes. Return whether some have come, or the end."""
@@ -129,6 +156,8 @@ class PeerConnection:
         """Send a frame. Raises: TierError."""
         assert len(body) <= _MOST_BODY_BYTES, "a body that the peer would refuse"
         data = _FRAME.pack(_MAGIC, kind, int(file is not None), len(body)) + body
+        if self._sends is not None:
+            data += self._sends.next(data)
         try:
             sent = 0
             self._limit(deadline)
@@ -139,7 +168,7 @@ class PeerConnection:
         except TimeoutError:
             raise self._late() from None
         except OSError as error:
-            raise PeerLost(f"{self._peer}: {error.strerror or error}") from None
+            raise PeerLost(f"{self.peer}: {error.strerror or error}") from None
 
     def send_payload(
         self, kind: FrameKind, body: bytes, payload: Sequence[memoryview], deadline: Deadline
@@ -150,7 +179,7 @@ class PeerConnection:
                 file = _sealed(payload)
             except OSError as error:
                 self.close()
-                raise PeerLost(f"{self._peer}: no file of memory: {error.strerror}") from None
+                raise PeerLost(f"{self.peer}: no file of memory: {error.strerror}") from None
             try:
                 self.send(kind, body, deadline, file=file)
             finally:
@@ -164,7 +193,7 @@ class PeerConnection:
         except TimeoutError:
             raise self._late() from None
         except OSError as error:
-            raise PeerLost(f"{self._peer}: {error.strerror or error}") from None
+            raise PeerLost(f"{self.peer}: {error.strerror or error}") from None
 
     # -- in ----------------------------------------------------------------------------------------
 
@@ -181,6 +210,11 @@ class PeerConnection:
                 raise self.broken("a frame without the file that it announces, or with another")
             body = bytearray(num_bytes)
             self.fill(memoryview(body), deadline)
+            if self._receives is not None:
+                tag = bytearray(_TAG_BYTES)
+                self.fill(memoryview(tag), deadline)
+                if not hmac.compare_digest(tag, self._receives.next(head + body)):
+                    raise self.broken("a frame that was changed on its way")
         except BaseException:
             for file in files:
                 os.close(file)
@@ -203,7 +237,7 @@ class PeerConnection:
         if frame.kind == FrameKind.REFUSED:
             text = frame.body[:_SHOWN_CHARACTERS].decode("ascii", "replace")
             shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in text)
-            raise PeerRefused(f"{self._peer}: {shown}")
+            raise PeerRefused(f"{self.peer}: {shown}")
         raise self.broken(f"a frame of the kind {frame.kind.name}")
 
     def refuse(self, words: str, deadline: Deadline) -> None:
@@ -241,15 +275,15 @@ class PeerConnection:
             except TimeoutError:
                 raise self._late() from None
             except OSError as error:
-                raise PeerLost(f"{self._peer}: {error.strerror or error}") from None
+                raise PeerLost(f"{self.peer}: {error.strerror or error}") from None
             if not got:
-                raise PeerLost(f"{self._peer}: it closed the connection")
+                raise PeerLost(f"{self.peer}: it closed the connection")
             done += got
 
     def broken(self, what: str) -> PeerLost:
         """Close the connection, and return an error that says what came in place of an answer."""
         self.close()
-        return PeerLost(f"{self._peer}: it does not keep to the protocol: {what}")
+        return PeerLost(f"{self.peer}: it does not keep to the protocol: {what}")
 
     def _header(self, files: list[int], deadline: Deadline) -> bytes:
         """Receive the fixed part of a frame, and the descriptor that may come with it."""
@@ -268,25 +302,38 @@ class PeerConnection:
             except TimeoutError:
                 raise self._late() from None
             except OSError as error:
-                raise PeerLost(f"{self._peer}: {error.strerror or error}") from None
+                raise PeerLost(f"{self.peer}: {error.strerror or error}") from None
             for level, kind, passed in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     own = array.array("i")
                     own.frombytes(passed[: len(passed) - len(passed) % own.itemsize])
                     files += own
             if not got:
-                raise PeerLost(f"{self._peer}: it closed the connection")
+                raise PeerLost(f"{self.peer}: it closed the connection")
             data += got
         return data
 
     def _limit(self, deadline: Deadline) -> None:
         left_s = deadline.left_s
         if not left_s or not self.is_open:
-            raise TierError(f"{self._peer}: {'closed' if left_s else 'out of time'}")
+            raise TierError(f"{self.peer}: {'closed' if left_s else 'out of time'}")
         self._stream.settimeout(left_s)
 
     def _late(self) -> TierError:
-        return TierError(f"{self._peer}: out of time")
+        return TierError(f"{self.peer}: out of time")
+
+
+@final
+class _FrameTags:
+    """The tags of one direction's frames, which count them."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+
+    def next(self, frame: bytes) -> bytes:
+        data = self._count.to_bytes(8, "little") + frame
+        self._count += 1
+        return hmac.digest(self._key, data, "sha256")[:_TAG_BYTES]
 
 
 # -- files of memory -------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ protocol, or is slow in the middle of a frame, loses its connection, and nothing
 
 import logging
 import os
-import secrets
 import socket
 import stat
 import threading
@@ -17,24 +16,21 @@ from pathlib import Path
 from typing import final
 
 from quire.errors import ConfigError
-from quire.tiers.record import Seal
 from quire.tiers.tier import Deadline, TierError
 from quire.tiers.transfer.leased_records import LeasedRecords
 from quire.tiers.transfer.peer_address import PeerAddress
 from quire.tiers.transfer.peer_frames import (
     FIND_AT_ONCE,
-    NONCE_BYTES,
-    PROOF_BYTES,
     RECORDS_AT_ONCE,
     FrameKind,
     Hello,
     PeerConnection,
     PeerFrame,
-    PeerLost,
     pack_count,
     read_lease,
     read_names,
 )
+from quire.tiers.transfer.peer_handshake import PeerUnlike, let_in, without_file
 
 log = logging.getLogger(__name__)
 
@@ -43,17 +39,10 @@ LONGEST_AWAIT_S = 1.0  # that a peer waits for the rest of a lease's records
 _HANDSHAKE_S = 5.0
 _FRAME_S = 30.0  # for a frame and its payload, once it has begun
 _IDLE_S = 300.0  # after which a connection without questions is closed
+_MOST_REFUSALS = 16  # that the log has
 _TICK_S = 0.2  # between two looks at leases that end
 _CLOSE_S = 5.0  # that threads may take to end
 _SOCKET_MODE = 0o600
-
-
-def proof_of(seal: Seal, end: str, theirs: bytes, ours: bytes) -> bytes:
-    """Return what shows that an end ("server", "client") has the key: 32 bytes.
-
-    Without a key it is a checksum, which anyone can make.
-    """
-    return seal.digest(b"quire transfer " + end.encode() + theirs + ours)
 
 
 @final
@@ -65,19 +54,21 @@ class PeerServer:
         address: PeerAddress,
         records: LeasedRecords,
         hello: Hello,  # its nonce is of no use
-        seal: Seal,
+        key: bytes | None,  # that peers have, too; None: who can connect is trusted
         *,
         frame_s: float = _FRAME_S,
         note_stored: Callable[[], None] = lambda: None,  # a peer has left records here
     ) -> None:
         """Bind the address. Raises: ConfigError."""
-        self._records, self._hello, self._seal = records, hello, seal
+        self._records, self._hello, self._key = records, hello, key
         self._frame_s, self._note_stored = frame_s, note_stored
         self._sizes = frozenset(hello.sizes)
         self._listener, self.address = _bound(address)
         self._lock = threading.Lock()
-        self._connections: set[PeerConnection] = set()
+        # Whether it has shaken hands; the oldest first.
+        self._connections: dict[PeerConnection, bool] = {}
         self._threads: set[threading.Thread] = set()
+        self._refusals: set[str] = set()  # that the log has
         self._is_closed = False
         self._accepting = threading.Thread(
             target=self._accept, name="quire-transfer-listen", daemon=True
@@ -96,19 +87,20 @@ class PeerServer:
                 return
             self._is_closed = True
             connections, threads = list(self._connections), list(self._threads)
+        if self.address.is_unix:  # while it still listens: later it may be another server's
+            with suppress(OSError):
+                Path(self.address.path).unlink()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for peers
         for connection in connections:
             connection.close()
         if self._accepting.ident is not None:
             threads.append(self._accepting)
+        deadline = Deadline.after(_CLOSE_S)
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join(_CLOSE_S)
+                thread.join(deadline.left_s)
         self._listener.close()
-        if self.address.is_unix:
-            with suppress(OSError):
-                Path(self.address.path).unlink()
 
     # -- connections -------------------------------------------------------------------------------
 
@@ -124,18 +116,30 @@ class PeerServer:
                     log.warning("%s: a peer cannot be let in: %s", self.address, error.strerror)
                     threading.Event().wait(_TICK_S)
                 continue
-            self._let_in(PeerConnection(stream, f"a peer at {self.address}"))
+            try:
+                self._let_in(stream)
+            except OSError as error:  # it has left already
+                log.debug("%s: %s", self.address, error)
+                stream.close()
 
-    def _let_in(self, connection: PeerConnection) -> None:
+    def _let_in(self, stream: socket.socket) -> None:
+        connection = PeerConnection(stream, f"a peer at {self.address}")
         with self._lock:
+            if len(self._connections) >= MOST_CONNECTIONS:
+                self._make_room()
             is_full = len(self._connections) >= MOST_CONNECTIONS
             if not (is_full or self._is_closed):
                 thread = threading.Thread(
                     target=self._serve, args=(connection,), name="quire-transfer", daemon=True
                 )
-                self._connections.add(connection)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system has no thread left
+                    log.warning("%s: a peer cannot be served: %s", self.address, error)
+                    connection.close()
+                    return
+                self._connections[connection] = False
                 self._threads.add(thread)
-                thread.start()
                 return
         with suppress(TierError):
             connection.refuse(
@@ -143,12 +147,26 @@ class PeerServer:
             )
         connection.close()
 
+    def _make_room(self) -> None:
+        """Close the oldest connection that has not shaken hands: it keeps no peer out."""
+        for connection, is_known in self._connections.items():
+            if not is_known:
+                connection.close()
+                del self._connections[connection]
+                return
+
     def _serve(self, connection: PeerConnection) -> None:
         try:
-            self._shake_hands(connection, Deadline.after(_HANDSHAKE_S))
+            let_in(connection, self._hello, self._key, Deadline.after(_HANDSHAKE_S))
+            with self._lock:
+                if connection not in self._connections:
+                    return
+                self._connections[connection] = True
             while connection.wait(_IDLE_S):
                 deadline = Deadline.after(self._frame_s)
                 self._answer(connection, connection.receive(deadline), deadline)
+        except PeerUnlike as error:
+            self._note_unlike(str(error))
         except TierError as error:
             log.debug("%s: %s", self.address, error)
         except Exception:
@@ -156,35 +174,16 @@ class PeerServer:
         finally:
             connection.close()
             with self._lock:
-                self._connections.discard(connection)
+                self._connections.pop(connection, None)
                 self._threads.discard(threading.current_thread())
 
-    def _shake_hands(self, connection: PeerConnection, deadline: Deadline) -> None:
-        """Tell each other what records are of use, and who has the key. Raises: TierError."""
-        if connection.passes_files:
-            connection.check_user()
-        frame = _without_file(connection.receive(deadline))
-        theirs = Hello.read(frame.body) if frame.kind == FrameKind.HELLO else None
-        if theirs is None:
-            raise connection.broken("no HELLO at the beginning")
-        ours = replace(self._hello, nonce=secrets.token_bytes(NONCE_BYTES))
-        if flaw := ours.difference(theirs):
-            self._refuse_and_close(connection, flaw, deadline)
-        own_proof = proof_of(self._seal, "server", theirs.nonce, ours.nonce)
-        connection.send(FrameKind.WELCOME, ours.packed() + own_proof, deadline)
-        frame = _without_file(connection.receive(deadline))
-        if frame.kind != FrameKind.PROOF or len(frame.body) != PROOF_BYTES:
-            raise connection.broken("no PROOF after WELCOME")
-        expected = proof_of(self._seal, "client", theirs.nonce, ours.nonce)
-        if not secrets.compare_digest(frame.body, expected):
-            log.warning("%s: a peer with another kv_tier_key is refused", self.address)
-            self._refuse_and_close(connection, "it has another kv_tier_key", deadline)
-        connection.send(FrameKind.ANSWER, pack_count(0), deadline)
-
-    def _refuse_and_close(self, connection: PeerConnection, words: str, deadline: Deadline) -> None:
-        connection.refuse(words, deadline)
-        connection.close()
-        raise PeerLost(f"{self.address}: a peer is refused: {words}")
+    def _note_unlike(self, words: str) -> None:
+        """Tell an operator once why peers are refused: they are not the last to try."""
+        with self._lock:
+            if words in self._refusals or len(self._refusals) >= _MOST_REFUSALS:
+                return
+            self._refusals.add(words)
+        log.warning("refused: %s", words)
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -193,7 +192,7 @@ class PeerServer:
         if frame.kind == FrameKind.STORE:
             self._store(connection, frame, deadline)
             return
-        frame = _without_file(frame)
+        frame = without_file(frame)
         match frame.kind:
             case FrameKind.AWAIT:
                 self._await(connection, frame, deadline)
@@ -235,7 +234,7 @@ class PeerServer:
 
     def _store(self, connection: PeerConnection, frame: PeerFrame, deadline: Deadline) -> None:
         """Keep records that a peer leaves here: as many as there is room for before they come."""
-        asked = read_names(_without_file(frame).body, RECORDS_AT_ONCE, with_sizes=True)
+        asked = read_names(without_file(frame).body, RECORDS_AT_ONCE, with_sizes=True)
         if asked is None or not self._sizes.issuperset(asked[1]):
             raise connection.broken("STORE without names, or with records of another size")
         names, sizes = asked
@@ -247,7 +246,7 @@ class PeerServer:
         try:
             frame = connection.receive(deadline)
             if frame.kind != FrameKind.PAYLOAD or frame.body != pack_count(count):
-                _without_file(frame)
+                without_file(frame)
                 raise connection.broken("no PAYLOAD after STORE")
             buffers = [bytearray(size) for size in sizes[:count]]
             connection.receive_payload(frame, [memoryview(each) for each in buffers], deadline)
@@ -258,13 +257,6 @@ class PeerServer:
                 self._records.release(lease)
         self._note_stored()
         connection.send(FrameKind.ANSWER, pack_count(num_kept), deadline)
-
-
-def _without_file(frame: PeerFrame) -> PeerFrame:
-    """Close a file that belongs to no frame of this kind."""
-    if frame.file is not None:
-        os.close(frame.file)
-    return PeerFrame(frame.kind, frame.body)
 
 
 def _bound(address: PeerAddress) -> tuple[socket.socket, PeerAddress]:

@@ -4,23 +4,17 @@ Connections are opened when they are needed, and kept for the next question. Ove
 straight into the caller's buffers, over a Unix socket from a file of memory that is sealed.
 """
 
-import os
-import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from threading import BoundedSemaphore, Lock
 from typing import TypeVar, final
 
-from quire.tiers.record import Seal
 from quire.tiers.tier import Deadline, Name, TierError, TierFull, TierTraits, TierUsage
 from quire.tiers.transfer.peer_address import PeerAddress
 from quire.tiers.transfer.peer_frames import (
     FIND_AT_ONCE,
-    NONCE_BYTES,
-    PROOF_BYTES,
     RECORDS_AT_ONCE,
     FrameKind,
     Hello,
@@ -32,7 +26,7 @@ from quire.tiers.transfer.peer_frames import (
     pack_names,
     read_count,
 )
-from quire.tiers.transfer.peer_server import proof_of
+from quire.tiers.transfer.peer_handshake import greet, without_file
 
 T = TypeVar("T")
 
@@ -45,10 +39,13 @@ class PeerTier:
 
     traits = TierTraits(is_shared=True, is_persistent=False, batch=RECORDS_AT_ONCE)
 
-    def __init__(self, address: PeerAddress, hello: Hello, seal: Seal) -> None:
-        """``hello``: what records are of use here; its nonce is of no use."""
+    def __init__(self, address: PeerAddress, hello: Hello, key: bytes | None) -> None:
+        """``hello``: what records are of use here; its nonce is of no use. ``key``: of both ends.
+
+        Without a key, the peer at this address is trusted.
+        """
         self.address = address
-        self._hello, self._seal, self._label = hello, seal, str(address)
+        self._hello, self._key, self._label = hello, key, str(address)
         self._vacant = BoundedSemaphore(_CONNECTIONS)
         self._lock = Lock()
         self._idle: list[PeerConnection] = []
@@ -133,6 +130,8 @@ class PeerTier:
                 if is_new:
                     raise
                 connection.close()
+        with self._lock:
+            self._close_idle()  # what has happened to this one has happened to them
         with self._connection(deadline) as (connection, _):
             return work(connection)
 
@@ -168,48 +167,29 @@ class PeerTier:
 
     def _connected(self, deadline: Deadline) -> PeerConnection:
         """Connect, and find out whether the peer's records are of use. Raises: TierError."""
-        connection = PeerConnection(self._reached(deadline), self._label)
+        connection = self._reached(deadline)
         try:
-            if connection.passes_files:
-                connection.check_user()
-            ours = replace(self._hello, nonce=secrets.token_bytes(NONCE_BYTES))
-            connection.send(FrameKind.HELLO, ours.packed(), deadline)
-            frame = connection.answer(deadline, FrameKind.WELCOME)
-            _close_file(frame)
-            theirs = Hello.read(frame.body[:-PROOF_BYTES])
-            if theirs is None:
-                raise connection.broken("a WELCOME that cannot be read")
-            if flaw := ours.difference(theirs):
-                raise TierError(f"{self._label}: {flaw}")
-            expected = proof_of(self._seal, "server", ours.nonce, theirs.nonce)
-            if not secrets.compare_digest(frame.body[-PROOF_BYTES:], expected):
-                raise TierError(f"{self._label}: the peer has another kv_tier_key")
-            proof = proof_of(self._seal, "client", ours.nonce, theirs.nonce)
-            _counted(connection, connection.ask(FrameKind.PROOF, proof, deadline), 0)
+            greet(connection, self._hello, self._key, deadline)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _reached(self, deadline: Deadline) -> socket.socket:
+    def _reached(self, deadline: Deadline) -> PeerConnection:
         if not (left_s := deadline.left_s):
             raise TierError(f"{self._label}: cannot be reached: out of time")
+        address, stream = self.address, None
         try:
-            if not self.address.is_unix:
-                stream = socket.create_connection(
-                    (self.address.host, self.address.port), timeout=left_s
-                )
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return stream
-            stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
+            if address.is_unix:
+                stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 stream.settimeout(left_s)
-                stream.connect(self.address.path)
-            except BaseException:
-                stream.close()
-                raise
-            return stream
+                stream.connect(address.path)
+            else:
+                stream = socket.create_connection((address.host, address.port), timeout=left_s)
+            return PeerConnection(stream, self._label)
         except (OSError, UnicodeError) as error:
+            if stream is not None:
+                stream.close()
             told = "out of time" if isinstance(error, TimeoutError) else str(error)
             raise TierError(f"{self._label}: cannot be reached: {told}") from None
 
@@ -224,18 +204,18 @@ def _loaded(
     frame = connection.ask(FrameKind.LOAD, pack_names(names), deadline)
     told = read_count(frame.body, len(names), with_sizes=True)
     if told is None:
-        _close_file(frame)
+        without_file(frame)
         raise connection.broken("an answer without a count and sizes")
     count, sizes = told
     expected = [len(buffer) for buffer in into[:count]]
     if sizes != expected:  # to read on would cost what the peer likes
-        _close_file(frame)
+        without_file(frame)
         connection.close()
         return 0
     if count:
         connection.receive_payload(frame, into[:count], deadline)
     else:
-        _close_file(frame)
+        without_file(frame)
     return count
 
 
@@ -255,13 +235,8 @@ def _stored(
 
 
 def _counted(connection: PeerConnection, frame: PeerFrame, most: int) -> int:
-    _close_file(frame)
+    without_file(frame)
     told = read_count(frame.body, most)
     if told is None:
         raise connection.broken(f"an answer that is no count of at most {most}")
     return told[0]
-
-
-def _close_file(frame: PeerFrame) -> None:
-    if frame.file is not None:
-        os.close(frame.file)

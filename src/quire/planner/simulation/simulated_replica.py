@@ -1,11 +1,9 @@
 """Simulate one engine of a fleet: requests arrive at their times, and it steps up to a moment."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Protocol, final
+from typing import Final, final
 
 import numpy as np
 
@@ -15,12 +13,16 @@ from quire.engine.scheduling.offload_policy import OffloadCounts
 from quire.engine.scheduling.policy import POLICIES
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestTooLong
+from quire.fleet.placement import Load
 from quire.kv import Accounting
+from quire.kv.interface import BlockEventSource
 from quire.planner.simulation.cost_model import Reach, StepCosts, StepWork
+from quire.planner.simulation.routing import RouterLine
 from quire.planner.simulation.simulated_engine import (
     VirtualCache,
     VirtualClock,
     output_id,
+    prices_of,
     prompt_of,
 )
 from quire.planner.simulation.timeline import State, Timeline
@@ -177,16 +179,17 @@ def _note(scheduler: Scheduler, stride: Stride) -> None:
 # -- replica ---------------------------------------------------------------------------------------
 
 
-_PROBE = -1  # sequences count from 0
+REPORT_S: Final = 0.1  # between two reports of a replica's load
 
 
 @final
-class Replica:
+class SimulatedReplica:
     """An engine on a virtual clock, with the requests that have arrived at it.
 
     ``ended`` receives each sequence that has ended. ``by_steps`` turns strides off. ``waste``
-    samples fragmentation. ``carrier`` is that of the engine's tiers, if it has some. At one moment
-    a step ends first, then requests arrive, then the next step begins.
+    samples fragmentation. ``carrier`` is that of the engine's tiers, if it has some. ``line`` leads
+    to the router of a fleet, which hears of blocks, tokens and load. At one moment a step ends
+    first, then requests arrive, then the next step begins.
     """
 
     def __init__(
@@ -209,6 +212,10 @@ class Replica:
         self._clock, self._costs = clock, costs
         self._ended, self._by_steps, self.waste = ended, by_steps, waste
         self.carrier = carrier
+        self.line: RouterLine | None = None
+        self._source = cache.accounting if isinstance(cache.accounting, BlockEventSource) else None
+        self._before_token: dict[int, Sequence] = {}  # admitted or waiting, by number
+        self._report_s = 0.0  # when the next report is due
         # Blocks go to tiers and come from them beside single steps.
         self._may_stride = Reach(cache.accounting.groups).is_full and carrier is None
         self._coming: deque[tuple[TraceRequest, int]] = deque()
@@ -230,11 +237,6 @@ class Replica:
     def is_idle(self) -> bool:
         return not self._coming and not self.scheduler.has_unfinished
 
-    @property
-    def num_unfinished(self) -> int:
-        """Return the number of requests that run or wait."""
-        return self.scheduler.num_running + self.scheduler.num_waiting + len(self._coming)
-
     def add(self, request: TraceRequest, number: int) -> None:
         """Add the ``number``-th request of the trace, which has arrived by now."""
         if self.is_idle and request.at_s > self.now_s:
@@ -251,14 +253,6 @@ class Replica:
         offload = self.scheduler.offload
         return OffloadCounts() if offload is None else offload.counts
 
-    def num_cached_tokens(self, request: TraceRequest, number: int) -> int:
-        """Return how many tokens of its prompt the prefix cache has."""
-        token_ids = prompt_of(request, number, longest=self.scheduler.limits.max_model_len)
-        self.accounting.add(_PROBE)
-        hit = self.accounting.match_prefix(_PROBE, np.array(token_ids, np.int32))
-        self.accounting.free(_PROBE)
-        return hit.num_tokens
-
     def run_until(self, moment_s: float) -> None:
         """Take all steps that begin before a moment, in seconds."""
         while self.now_s < moment_s and not self.is_idle:
@@ -268,6 +262,8 @@ class Replica:
             if not self._stride(moment_s):
                 self._step()
             self._note()
+            if self.line is not None:
+                self._tell(self.line)
 
     def step(self) -> None:
         """Take one step with the requests that have arrived, if any."""
@@ -281,7 +277,11 @@ class Replica:
                 came = self.scheduler.add(self._request(request, number), arrived_s=request.at_s)
             except RequestTooLong:
                 self.num_refused += 1
+                if self.line is not None:
+                    self.line.tell_end(self.now_s, number)
                 continue
+            if self.line is not None:
+                self._before_token[number] = came[0]
             if self.waste is not None:
                 longest = min(came[0].request.max_tokens, self.scheduler.limits.max_model_len)
                 self.waste.came(came[0].seq_id, longest - 1)
@@ -324,13 +324,47 @@ class Replica:
     def _step(self) -> None:
         self.num_steps += 1
         for output in self.engine.step():
+            if self.line is not None and self._before_token:
+                number = output.sequence.request.request_id
+                if self._before_token.pop(number, None) is not None:
+                    self.line.tell_first_token(self.now_s, number)
             if output.finish_reason is not None:
                 self._end(output.sequence)
 
     def _end(self, sequence: Sequence) -> None:
         if self.waste is not None:
             self.waste.ended(sequence.seq_id)
+        if self.line is not None:
+            self.line.tell_end(self.now_s, sequence.request.request_id)
         self._ended(sequence)
+
+    def _tell(self, line: RouterLine) -> None:
+        """Tell the router what has changed since the last time."""
+        if self._source is not None:
+            line.tell_blocks(self.now_s, self._source.take_events())
+        if self.now_s >= self._report_s:
+            self._report_s = self.now_s + REPORT_S
+            line.tell_load(self.now_s, self._load())
+
+    def _load(self) -> Load:
+        """Return what a replica would report now."""
+        limits, num_running = self.scheduler.limits, self.scheduler.num_running
+        prices = prices_of(self._costs, limits.max_num_batched_tokens)
+        context = float(sum(len(each.token_ids) for each in self.scheduler.decoding))
+        decode = StepWork(num_running, num_running, num_running, context, context)
+        return Load(
+            num_waiting=self.scheduler.num_waiting + len(self._coming),
+            num_running=num_running,
+            queued_tokens=sum(
+                max(0, len(each.request.prompt_token_ids) - each.num_computed_tokens)
+                for each in self._before_token.values()
+            )
+            + sum(request.input_tokens for request, _ in self._coming),
+            compute_s_per_token=prices.token_s,
+            decode_s_per_step=self._costs.seconds(decode) if num_running else prices.step_s,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+        )
 
     def _note(self) -> None:
         if self.waste is not None:
@@ -346,55 +380,3 @@ class Replica:
                 num_waiting=self.scheduler.num_waiting + len(self._coming),
             ),
         )
-
-
-# -- routing ---------------------------------------------------------------------------------------
-
-# Defaults of SGLang's gateway (docs/getting-started/load-balancing.md, cache_aware).
-MATCH_FRACTION = 0.3
-IMBALANCE_REQUESTS = 64
-IMBALANCE_RATIO = 1.5
-
-
-class Route(Protocol):
-    """Chooses the replica of a request from the replicas' queues and caches at its arrival."""
-
-    def __call__(self, replicas: Several[Replica], request: TraceRequest, number: int) -> int: ...
-
-
-def round_robin(replicas: Several[Replica], request: TraceRequest, number: int) -> int:
-    """Take one replica after the other."""
-    return number % len(replicas)
-
-
-def least_loaded(replicas: Several[Replica], request: TraceRequest, number: int) -> int:
-    """Take the replica with the fewest unfinished requests, the first of equals."""
-    loads = [replica.num_unfinished for replica in replicas]
-    return loads.index(min(loads))
-
-
-def prefix_aware(replicas: Several[Replica], request: TraceRequest, number: int) -> int:
-    """Take the replica whose cache has most of the prompt, unless it is far busier than others.
-
-    If loads differ by more than ``IMBALANCE_REQUESTS`` and ``IMBALANCE_RATIO``, the least loaded
-    replica gets the request. Else the one with the longest match does, if the match is more than
-    ``MATCH_FRACTION`` of the prompt (of equals the least loaded). Else the least loaded one.
-
-    Source: the two tiers of SGLang's cache_aware policy, which infers a replica's cache from the
-    requests that it was sent; here the policy asks the cache itself.
-    """
-    loads = [replica.num_unfinished for replica in replicas]
-    least, most = min(loads), max(loads)
-    if most - least > IMBALANCE_REQUESTS and most > IMBALANCE_RATIO * least:
-        return loads.index(least)
-    matches = [replica.num_cached_tokens(request, number) for replica in replicas]
-    longest = max(matches)
-    if longest <= MATCH_FRACTION * request.input_tokens:
-        return loads.index(least)
-    holders = [place for place, match in enumerate(matches) if match == longest]
-    return min(holders, key=loads.__getitem__)
-
-
-ROUTES: Mapping[str, Route] = MappingProxyType(
-    {"round-robin": round_robin, "least-loaded": least_loaded, "prefix-aware": prefix_aware}
-)

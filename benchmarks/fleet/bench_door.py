@@ -1,0 +1,161 @@
+"""What a fleet's door costs: the first byte through it, and requests a second of two replicas.
+
+A server (``quire serve``) and a fleet (``quire fleet``, two replicas on Ray Serve) run at the same
+time with one thread an engine, and take turns; the server is asked twice in each round (A/A). This
+process asks over loopback, on the same processors. Needs ``quire[fleet]``.
+
+    python -m benchmarks.fleet.bench_door --rounds 60
+"""
+
+import asyncio
+import json
+import os
+from dataclasses import asdict, dataclass
+from statistics import median
+from time import perf_counter
+from typing import Annotated
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.report import WithClaims
+from benchmarks.harness.server import post, server, wire
+
+NUM_TOKENS = 16
+WARM = 5  # rounds that are not counted
+MOST_RATIO, MOST_MORE_MS = 1.3, 5.0
+LEAST_OF_TWO = 1.8
+_PROMPT = "one two three four five six seven eight nine ten " * 8
+_FLAGS = ("--kv-cache-memory-bytes", "64MiB", "--uvicorn-log-level", "warning")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    claim: str
+    ours: float
+    peer: float
+    unit: str
+    ratio: float
+    goal: str
+    holds: bool
+    notes: dict[str, object]
+
+
+def main(
+    with_claims: WithClaims = False,
+    rounds: Annotated[int, typer.Option(help="Requests to each, one at a time.")] = 60,
+    at_once: Annotated[int, typer.Option(help="Clients of the second part.")] = 16,
+    each: Annotated[int, typer.Option(help="Requests of each of them.")] = 6,
+) -> None:
+    one_thread = ("--cpus-per-replica", "1", "--replicas", "2")
+    with (
+        server(*_FLAGS, processors=_of_one_thread()) as alone,
+        server(*_FLAGS, *one_thread, command="fleet") as fleet,
+    ):
+        times = asyncio.run(_first_bytes(alone.port, fleet.port, rounds))
+        rates = asyncio.run(_rates(alone.port, fleet.port, at_once, each))
+    console, claims = Console(), []
+    table = Table(title=f"{rounds} rounds, {NUM_TOKENS} tokens each, ms", title_justify="left")
+    for column in ("asked", "first byte", "p10", "p90", "whole"):
+        table.add_column(column)
+    for name, found in times.items():
+        firsts = sorted(1e3 * first for first, _ in found)
+        tenth = len(firsts) // 10
+        whole = median(1e3 * last for _, last in found)
+        row = (median(firsts), firsts[tenth], firsts[-1 - tenth], whole)
+        table.add_row(name, *(f"{value:.2f}" for value in row))
+    console.print(table)
+    ours, peer, again = (
+        median(1e3 * first for first, _ in times[name]) for name in ("fleet", "serve", "again")
+    )
+    claims.append(
+        Claim(
+            claim="first byte through the door",
+            ours=ours,
+            peer=peer,
+            unit="ms",
+            ratio=ours / peer,
+            goal=f"<= {MOST_RATIO} x + {MOST_MORE_MS:g} ms",
+            holds=ours <= MOST_RATIO * peer + MOST_MORE_MS,
+            notes={"again (A/A)": again},
+        )
+    )
+    two, one = median(rates["fleet"]), median(rates["serve"])
+    claims.append(
+        Claim(
+            claim=f"requests a second of two replicas, {at_once} at once",
+            ours=two,
+            peer=one,
+            unit="requests/s",
+            ratio=two / one,
+            goal=f">= {LEAST_OF_TWO} x one engine on one core",
+            holds=two >= LEAST_OF_TWO * one,
+            notes={"fleet": rates["fleet"], "serve": rates["serve"]},
+        )
+    )
+    for claim in claims:
+        console.print(
+            f"{claim.claim}: {claim.ours:.2f} against {claim.peer:.2f} {claim.unit}, "
+            f"{claim.ratio:.2f} x; {claim.goal}: {'holds' if claim.holds else 'does not hold'}"
+        )
+    if with_claims:
+        for claim in claims:
+            print(json.dumps(asdict(claim)))
+
+
+def _of_one_thread() -> set[int]:
+    """The processor of the server alone."""
+    return {min(os.sched_getaffinity(0))}
+
+
+def _body(prompt: str) -> bytes:
+    return post(
+        "/v1/completions",
+        {
+            "model": "demo",
+            "prompt": prompt,
+            "max_tokens": NUM_TOKENS,
+            "stream": True,
+            "temperature": 0,
+            "ignore_eos": True,
+        },
+    )
+
+
+async def _first_bytes(alone: int, fleet: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """(first, last) seconds of each request."""
+    times: dict[str, list[tuple[float, float]]] = {"serve": [], "again": [], "fleet": []}
+    data = _body(_PROMPT)
+    async with wire(alone) as to_server, wire(fleet) as to_fleet:
+        ways = {"serve": to_server, "again": to_server, "fleet": to_fleet}
+        for number in range(WARM + rounds):
+            for name, way in ways.items():
+                answer = await way.ask(data)
+                if number >= WARM:
+                    times[name].append((answer.first_s, answer.last_s))
+    return times
+
+
+async def _rates(alone: int, fleet: int, at_once: int, each: int) -> dict[str, list[float]]:
+    """Requests a second, of rounds that take turns; each client has a prompt of its own."""
+
+    async def client(port: int, number: int) -> None:
+        async with wire(port) as own:
+            for _ in range(each):
+                await own.ask(_body(f"client {number}: {_PROMPT}"))
+
+    rates: dict[str, list[float]] = {"serve": [], "fleet": []}
+    for turn in range(6):
+        for name, port in (("serve", alone), ("fleet", fleet)):
+            begun_s = perf_counter()
+            await asyncio.gather(*(client(port, number) for number in range(at_once)))
+            if turn:
+                rates[name].append(at_once * each / (perf_counter() - begun_s))
+    return rates
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Several engines behind one address: which one a request goes to, and why."""

@@ -1,0 +1,228 @@
+"""A fleet's figures: metrics for ``/metrics`` of the door, and ``GET /fleet`` for people."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import final
+
+from quire.fleet.fleet_engine import FleetEngine, Member
+from quire.fleet.fleet_status import FleetStatus, ReplicaLoad, ReplicaStatus
+from quire.fleet.placement import Load
+from quire.kv.prefix_index import Medium
+from quire.server.endpoints.answers import Json, as_json
+from quire.server.metrics.family import Figures, Kind, MetricFamily
+from quire.server.request_context import RequestContext
+from quire.server.routes import Operation
+
+# Where tokens are found, in a fleet's words. None: nowhere.
+_PLACES: Mapping[Medium | None, str] = MappingProxyType(
+    {"GPU": "device", "CPU": "host", "STORAGE": "store", None: "none"}
+)
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+def _of_each(figure: Callable[[Member], float | None]) -> Callable[[FleetEngine], Figures]:
+    """Return a figure of each replica; None: it is not known."""
+
+    def read(fleet: FleetEngine) -> Figures:
+        found = {(name,): figure(member) for name, member in fleet.members.items()}
+        return {labels: value for labels, value in found.items() if value is not None}
+
+    return read
+
+
+def _of_load(figure: Callable[[Load], float]) -> Callable[[FleetEngine], Figures]:
+    return _of_each(lambda own: None if own.report is None else figure(own.report.load))
+
+
+def _outcomes(fleet: FleetEngine) -> Figures:
+    return {
+        (name, outcome): count
+        for name, member in fleet.members.items()
+        for outcome, count in member.counts.outcomes.items()
+    }
+
+
+def _routed(fleet: FleetEngine) -> Figures:
+    totals = dict.fromkeys(_PLACES.values(), 0)
+    for member in fleet.members.values():
+        for medium, tokens in member.counts.routed_tokens.items():
+            totals[_PLACES[medium]] += tokens
+    return {(place,): tokens for place, tokens in totals.items()}
+
+
+def _family(
+    kind: Kind,
+    name: str,
+    unit: str,
+    meaning: str,
+    read: Callable[[FleetEngine], Figures],
+    *labels: str,
+) -> MetricFamily:
+    return MetricFamily(
+        name=f"quire:fleet_{name}",
+        kind=kind,
+        unit=unit,
+        meaning=meaning,
+        labels=labels,
+        of=("model_name",),
+        read=read,
+    )
+
+
+FLEET_FAMILIES = (
+    _family(
+        "gauge",
+        "replica_up",
+        "1 or 0",
+        "Whether the door sends a replica new requests.",
+        _of_each(lambda own: own.state == "up"),
+        "replica",
+    ),
+    _family(
+        "gauge",
+        "replica_requests_running",
+        "sequences",
+        "Sequences that run at a replica, as it has reported last.",
+        _of_load(lambda load: load.num_running),
+        "replica",
+    ),
+    _family(
+        "gauge",
+        "replica_requests_waiting",
+        "sequences",
+        "Sequences that wait at a replica, as it has reported last.",
+        _of_load(lambda load: load.num_waiting),
+        "replica",
+    ),
+    _family(
+        "gauge",
+        "replica_queued_tokens",
+        "tokens",
+        "Tokens of prompts that a replica has not computed yet, as it has reported last.",
+        _of_load(lambda load: load.queued_tokens),
+        "replica",
+    ),
+    _family(
+        "gauge",
+        "replica_streams",
+        "requests",
+        "Requests of this door that are under way at a replica.",
+        _of_each(lambda own: len(own.streams)),
+        "replica",
+    ),
+    _family(
+        "counter",
+        "requests_total",
+        "requests",
+        "Requests that a replica was sent, by how they ended there: a finish_reason; refused: it "
+        "was passed over; lost: the replica, or what it did for the request, was; left: the client "
+        "has gone; wrong: it can never run there.",
+        _outcomes,
+        "replica",
+        "outcome",
+    ),
+    _family(
+        "counter",
+        "routed_tokens_total",
+        "tokens",
+        "Prompt tokens that were sent to replicas, by where they were thought to be found there: "
+        "device, host, store, or none.",
+        _routed,
+        "found",
+    ),
+    _family(
+        "counter",
+        "predicted_found_tokens_total",
+        "tokens",
+        "Prompt tokens that were thought to be found, of the prompts that a replica has begun.",
+        _of_each(lambda own: own.counts.predicted_tokens),
+        "replica",
+    ),
+    _family(
+        "counter",
+        "found_tokens_total",
+        "tokens",
+        "Prompt tokens that the replica has found, of the same prompts.",
+        _of_each(lambda own: own.counts.found_tokens),
+        "replica",
+    ),
+    _family(
+        "counter",
+        "event_gaps_total",
+        "gaps",
+        "Times that batches of a replica's events were missed.",
+        lambda fleet: {(name,): count for name, count in fleet.num_gaps.items()},
+        "replica",
+    ),
+    _family(
+        "counter",
+        "resumed_streams_total",
+        "streams",
+        "Streams that went on at another replica after a part of them.",
+        lambda fleet: {(): fleet.num_resumed},
+    ),
+)
+
+
+@final
+class FleetFigures:
+    """The metrics of a fleet, for ``make_app``."""
+
+    families: Sequence[MetricFamily] = FLEET_FAMILIES
+
+    def __init__(self, fleet: FleetEngine) -> None:
+        self._fleet = fleet
+
+    def reading(self) -> FleetEngine:
+        """Return what each family's ``read`` is given."""
+        return self._fleet
+
+
+# -- GET /fleet ------------------------------------------------------------------------------------
+
+
+def fleet_operation(fleet: FleetEngine) -> Operation:
+    """Return the operation ``GET /fleet``, for ``make_app``."""
+
+    async def fleet_status(context: RequestContext) -> Json[FleetStatus]:
+        """Return the state and load of each replica, and what it finds of what was predicted."""
+        return as_json(context, status_of(fleet))
+
+    return Operation("/fleet", fleet_status, ("GET",), access="admin")
+
+
+def status_of(fleet: FleetEngine) -> FleetStatus:
+    """Return what ``GET /fleet`` says."""
+    gaps = fleet.num_gaps
+    return FleetStatus(
+        num_resumed_streams=fleet.num_resumed,
+        replicas=[_status(member, gaps.get(member.name, 0)) for member in fleet.members.values()],
+    )
+
+
+def _status(member: Member, num_gaps: int) -> ReplicaStatus:
+    counts, load = member.counts, None
+    if member.report is not None:
+        said = member.report.load
+        load = ReplicaLoad(
+            num_running=said.num_running,
+            num_waiting=said.num_waiting,
+            queued_tokens=said.queued_tokens,
+            max_num_seqs=said.max_num_seqs,
+            compute_s_per_token=said.compute_s_per_token,
+        )
+    found = {} if member.report is None else member.report.found_tokens
+    return ReplicaStatus(
+        name=member.name,
+        state=member.state,
+        why=member.why,
+        num_streams=len(member.streams),
+        load=load,
+        found_tokens={_PLACES[medium]: tokens for medium, tokens in found.items()},
+        routed_tokens={_PLACES[each]: tokens for each, tokens in counts.routed_tokens.items()},
+        predicted_found_tokens=counts.predicted_tokens,
+        real_found_tokens=counts.found_tokens,
+        requests={str(outcome): number for outcome, number in counts.outcomes.items()},
+        num_event_gaps=num_gaps,
+    )

@@ -1,0 +1,642 @@
+"""``PrefixDirectory``: which replica has which prefix, as their KV-cache events tell.
+
+A block is known by a 64-bit hash of its whole prefix, which this module makes from token ids with
+a secret of its own, many blocks in a few array operations. A chain begins with the name that events
+give its first block: the name covers what tells chains apart besides tokens (an adapter, and a
+tenant or a salt under the fleet's key), so it need not be known here. Two prefixes with one hash
+would make a choice worse and no answer wrong, and who does not know the secret cannot find two.
+
+For each block there is one bit a replica, in each group of layers and medium. So one pass over a
+prompt's blocks answers for all replicas at once.
+
+What a replica tells is believed of itself alone, and only so much of it is kept. Methods may be
+called from several threads.
+"""
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import groupby
+from struct import error as StructError
+from struct import pack
+from typing import Any, Final, TypeAlias, final, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.engine.event_format import (
+    ClearedBlocks,
+    ExtraKeys,
+    RemovedBlocks,
+    StoredBlocks,
+    WireEvent,
+    block_name,
+)
+from quire.errors import ConfigError
+from quire.fleet.key_table import Keys, KeyTable, Numbers, as_keys
+from quire.kv import PrefixKeys, TokenIds
+from quire.kv.prefix_index import SECRETS, TOKEN_BYTES, Extra, Medium, chained_hash
+from quire.spec import Group, KeptWhole
+
+MEDIA: Final[tuple[Medium, ...]] = get_args(Medium)  # the nearest first
+MAX_REPLICAS: Final = 64  # a bit of a word each
+DEFAULT_MAX_BLOCKS: Final = 2**21
+
+PromptTokens: TypeAlias = Sequence[int] | TokenIds  # an array (i32[n]) spares its conversion
+Column: TypeAlias = tuple[int, Medium]  # a group of layers, and where a block of it lies
+
+_POOL: Final[Medium] = "GPU"
+_ALL, _NONE = np.uint64(2**64 - 1), np.uint64(0)
+_FIRST_ROWS: Final = 64
+_GROWTH: Final = 1.25
+_LOOKED_UP, _LOOKED_UP_MORE = 256, 8  # blocks of a prompt at first, and times as many then
+_KEPT_FRACTION: Final = 7 / 8  # of a replica's limit, once it is passed
+
+
+@dataclass(slots=True)
+class _Holder:
+    """One replica: its bit, and the rows of the blocks that it has, by their names in events."""
+
+    bit: np.uint64
+    names: KeyTable = field(default_factory=lambda: KeyTable(has_stamps=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Blocks of one event, checked: each follows the one before it."""
+
+    names: Keys  # u64[n]
+    parent: int | None  # the name of the block before the first one
+    tokens: bytes  # int32, of all of them
+    images: Mapping[int, bytes]  # in those of them that have any
+    column: Column
+
+
+@final
+class PrefixDirectory:
+    """Blocks of ``block_size`` tokens in ``groups`` of layers, and the replicas that have them.
+
+    ``key``: of names whose chain has a tenant or a salt, the replicas' own; None: such prompts are
+    not found. ``shared``: media that all replicas reach, so that what one has all have.
+    ``max_blocks``: names that are kept of one replica; beyond them the oldest go.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        block_size: int,
+        *,
+        key: bytes | None = None,
+        shared: Iterable[Medium] = (),
+        max_blocks: int = DEFAULT_MAX_BLOCKS,
+    ) -> None:
+        self.block_size = block_size
+        self.num_ignored = 0  # blocks of events that cannot be used: garbled, or without a parent
+        self.num_evicted = 0  # blocks of replicas that told of too many
+        self._groups, self._key = tuple(groups), key
+        # A hit goes only as far as these groups have every block.
+        self._read_whole = [
+            number
+            for number, group in enumerate(self._groups)
+            if not isinstance(group.spec, KeptWhole) and not group.live_start(2**40)
+        ]
+        self._shared, self._max_blocks = frozenset(shared), max_blocks
+        self._prefix_hash = _PrefixHash()
+        self._lock = threading.Lock()
+        self._holders: dict[str, _Holder] = {}
+        self._free_bits = [np.uint64(1 << n) for n in reversed(range(MAX_REPLICAS))]
+        self._stamp = 0
+        self._rows = KeyTable()  # of prefix hashes
+        # By row.
+        self._hashes: Keys = np.zeros(_FIRST_ROWS, np.uint64)
+        self._depths = np.zeros(_FIRST_ROWS, np.uint32)  # blocks of the prefix
+        self._bits: dict[Column, Keys] = {}  # of replicas; columns that events have told of
+        self._num_rows = 0  # that were ever used
+        self._free_rows = np.zeros(_FIRST_ROWS, np.int32)  # a stack …
+        self._num_free = 0  # … and its height
+
+    def __len__(self) -> int:
+        """Return the number of different blocks."""
+        return self._num_rows - self._num_free
+
+    @property
+    def num_bytes(self) -> int:
+        columns = sum(bits.nbytes for bits in self._bits.values())
+        rows = self._hashes.nbytes + self._depths.nbytes + self._free_rows.nbytes
+        tables = (self._rows, *(each.names for each in self._holders.values()))
+        return columns + rows + sum(each.num_bytes for each in tables)
+
+    def num_blocks(self, replica: str) -> int:
+        """Return how many blocks a replica has."""
+        holder = self._holders.get(replica)
+        return len(holder.names) if holder else 0
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    def hashes(self, token_ids: PromptTokens, keys: PrefixKeys) -> Keys:
+        """Return the prefix hash of each whole block of a prompt: u64[n].
+
+        Without the key, a prompt that has a tenant or a salt has none.
+        """
+        of_root = keys.of_root()
+        num_blocks = len(token_ids) // self.block_size
+        is_secret = any(tag in SECRETS for tag, _ in of_root)
+        if not num_blocks or (is_secret and self._key is None):
+            return np.zeros(0, np.uint64)
+        tokens = _as_bytes(token_ids, num_blocks * self.block_size)
+        extras = keys.of_blocks(self.block_size)[:num_blocks]
+        first = chained_hash(
+            chained_hash(b"", of_root, b""),
+            extras[0] if extras else (),
+            tokens[: self.block_size * TOKEN_BYTES],
+        )
+        terms = self._prefix_hash.terms(
+            tokens, np.arange(num_blocks, dtype=np.uint64), _images_of(extras)
+        )
+        name = np.array([block_name(first, of_root, self._key or b"")], np.uint64)
+        terms[:1] = self._prefix_hash.beginnings(name)
+        return as_keys(np.cumsum(terms, dtype=np.uint64))
+
+    def find(self, hashes: Keys, replicas: Sequence[str]) -> dict[str, dict[Medium, int]]:
+        """Find how many of a prompt's blocks each replica can use, by where they lie.
+
+        ``hashes``: u64[n], as ``hashes`` makes them. Replicas that have nothing are left out.
+        """
+        with self._lock:
+            bits = {name: self._holder(name).bit for name in replicas}
+            asked = np.uint64(sum({int(bit) for bit in bits.values()}))
+            media, hit = self._look_up(hashes, asked)
+        # Each block of a hit counts where it is nearest.
+        counts: dict[Medium, list[int]] = {}
+        for medium, there in media.items():
+            counts[medium] = _counted(there & hit)
+            hit = hit & ~there
+        found = {}
+        for name, bit in bits.items():
+            place = int(bit).bit_length() - 1
+            by_medium = {medium: num[place] for medium, num in counts.items() if num[place]}
+            if by_medium:
+                found[name] = by_medium
+        return found
+
+    def _look_up(self, hashes: Keys, asked: np.uint64) -> tuple[dict[Medium, Keys], Keys]:
+        """Return bits of replicas for each block: is it in a medium (u64[n] each), in the hit.
+
+        What lies behind a block that ends all hits is not looked up.
+        """
+        columns = list(self._bits)
+        pieces: list[dict[Column, Keys]] = []
+        running, first, count = asked, 0, _LOOKED_UP
+        while first < len(hashes) and running:
+            rows = self._rows.find(hashes[first : first + count])
+            pieces.append({column: self._of_rows(rows, column) for column in columns})
+            for number in self._read_whole:
+                running &= np.bitwise_and.reduce(_either(pieces[-1], number, len(rows)))
+            first, count = first + count, _LOOKED_UP_MORE * count
+        if not pieces:
+            return {}, np.zeros(0, np.uint64)
+        there = pieces[0]
+        if len(pieces) > 1:
+            there = {each: np.concatenate([part[each] for part in pieces]) for each in columns}
+        # By number of blocks from 1 on: has a replica all that is read behind so many?
+        num_blocks = min(first, len(hashes))
+        fits = np.full(num_blocks, asked)
+        for number, group in enumerate(self._groups):
+            either = _either(there, number, num_blocks)
+            if number in self._read_whole:
+                fits &= np.bitwise_and.accumulate(either)
+            else:
+                fits &= _all_between(either, _first_read(group, self.block_size, num_blocks))
+        if len(self._read_whole) < len(self._groups):
+            fits = np.bitwise_or.accumulate(fits[::-1])[::-1]
+        told = self._read_whole[0] if self._read_whole else 0
+        return {m: there[told, m] for m in MEDIA if (told, m) in there}, fits
+
+    def _of_rows(self, rows: Numbers, column: Column) -> Keys:
+        """Return the bits of rows (i64[n]) in a column: u64[n]."""
+        there = self._bits[column][rows]
+        there[rows < 0] = _NONE
+        if column[1] in self._shared:
+            there[there != 0] = _ALL
+        return there
+
+    # -- being told ------------------------------------------------------------------------------
+
+    def add(self, replica: str) -> None:
+        """Make room for a replica, unless it has some. Raises: ConfigError for one too many."""
+        with self._lock:
+            self._holder(replica)
+
+    def apply(self, replica: str, events: Iterable[WireEvent]) -> None:
+        """Take a replica's events, in the order in which it sent them.
+
+        What cannot be used is counted in ``num_ignored``. Raises: ConfigError for one replica more
+        than ``MAX_REPLICAS``.
+        """
+        with self._lock:
+            holder = self._holder(replica)
+            for kind, run in groupby(events, type):
+                if kind is StoredBlocks:
+                    self._store(holder, run)  # type: ignore[arg-type]
+                elif kind is RemovedBlocks:
+                    self._remove(holder, run)  # type: ignore[arg-type]
+                elif kind is ClearedBlocks:
+                    self._take_away(holder, *holder.names.items(), _in_pool)
+
+    def forget(self, replica: str) -> None:
+        """Forget all that a replica has, and the replica."""
+        with self._lock:
+            holder = self._holders.pop(replica, None)
+            if holder is not None:
+                self._take_away(holder, *holder.names.items(), _everywhere)
+                self._free_bits.append(holder.bit)
+
+    def _holder(self, replica: str) -> _Holder:
+        holder = self._holders.get(replica)
+        if holder is None:
+            if not self._free_bits:
+                raise ConfigError(
+                    f"replica {replica!r} is one too many: placement by prefixes knows "
+                    f"{MAX_REPLICAS} at most; use least-loaded for more"
+                )
+            holder = self._holders[replica] = _Holder(self._free_bits.pop())
+        return holder
+
+    def _store(self, holder: _Holder, events: Iterable[StoredBlocks]) -> None:
+        """Store blocks, as many events at once as do not follow each other."""
+        self._stamp += 1
+        together: list[_Chain] = []
+        names = set[int]()
+        for event in events:
+            blocks = self._checked(event)
+            if blocks is None:
+                self.num_ignored += len(event.block_hashes)
+                continue
+            if blocks.parent in names or len(names) > self._max_blocks:
+                self._enter(holder, together)
+                together, names = [], set()
+            together.append(blocks)
+            names.update(event.block_hashes)  # type: ignore[arg-type]
+        self._enter(holder, together)
+        if len(holder.names) > self._max_blocks:
+            oldest = holder.names.oldest(len(holder.names) - int(_KEPT_FRACTION * self._max_blocks))
+            self.num_evicted += len(oldest)
+            self._take_away(holder, oldest, holder.names.find(oldest), _everywhere)
+
+    def _checked(self, event: StoredBlocks) -> _Chain | None:
+        """Return the blocks of an event, or None if it makes no sense here."""
+        column = self._column(event.group_idx, event.medium)
+        names, parent = _as_names(event.block_hashes), event.parent_block_hash
+        extras = event.extra_keys or ()
+        if (
+            column is None
+            or names is None
+            or not (parent is None or _as_names([parent]) is not None)
+            or event.block_size != self.block_size
+            or len(event.token_ids) != len(names) * self.block_size
+            or len(extras) not in (0, len(names))
+        ):
+            return None
+        try:
+            tokens = pack(f"{len(event.token_ids)}i", *event.token_ids)
+        except StructError:  # what is no int32 is no token
+            return None
+        return _Chain(names, parent, tokens, _images_told(extras), column)  # type: ignore[arg-type]
+
+    def _column(self, group: int | None, medium: str | None) -> Column | None:
+        """Return where an event's blocks lie; None for a place that there is not."""
+        group = group or 0
+        if 0 <= group < len(self._groups):
+            for known in MEDIA:
+                if known == (medium or _POOL):
+                    return group, known
+        return None
+
+    def _enter(self, holder: _Holder, chains: list[_Chain]) -> None:
+        """Give a replica the blocks of chains whose parents it has."""
+        above = holder.names.find(_names_or_zero([each.parent for each in chains]))
+        orphans = [
+            number
+            for number, (each, row) in enumerate(zip(chains, above.tolist(), strict=True))
+            if row < 0 and each.parent is not None
+        ]
+        for number in reversed(orphans):
+            self.num_ignored += len(chains.pop(number).names)
+        if not chains:
+            return
+        above = np.delete(above, orphans)
+        hashes, depths = self._hashed(chains, above)
+        names = np.concatenate([each.names for each in chains])
+        kept = self._name(holder, names, hashes, depths)
+        rows = holder.names.find(names)
+        columns = np.repeat(np.arange(len(chains)), [len(each.names) for each in chains])
+        for column in {each.column for each in chains}:
+            of_column = np.array([each.column == column for each in chains])
+            bits = self._bits.get(column)
+            if bits is None:
+                bits = self._bits[column] = np.zeros(len(self._hashes), np.uint64)
+            bits[rows[kept & of_column[columns]]] |= holder.bit
+
+    def _hashed(self, chains: Sequence[_Chain], above: Numbers) -> tuple[Keys, Keys]:
+        """Return the prefix hashes of all blocks, and how many blocks each prefix has: u64[n]."""
+        counts = np.array([len(each.names) for each in chains])
+        starts = np.cumsum(counts) - counts
+        begins = np.array([each.parent is None for each in chains])
+        depth_above = np.where(begins, 0, self._depths[above]).astype(np.uint64)
+        base = np.where(begins, _NONE, self._hashes[above])
+        behind = np.arange(counts.sum()) - np.repeat(
+            starts, counts
+        )  # blocks of its event before it
+        depths = np.repeat(depth_above, counts) + behind.astype(np.uint64)
+        images = {
+            int(start) + place: text
+            for start, each in zip(starts, chains, strict=True)
+            for place, text in each.images.items()
+        }
+        terms = self._prefix_hash.terms(b"".join(each.tokens for each in chains), depths, images)
+        names = np.array([each.names[0] for each in chains], np.uint64)[begins]
+        terms[starts[begins]] = self._prefix_hash.beginnings(names)
+        sums = np.cumsum(terms, dtype=np.uint64)
+        base = base - (sums[starts] - terms[starts])
+        return as_keys(sums + np.repeat(base, counts)), depths + np.uint64(1)
+
+    def _name(
+        self, holder: _Holder, names: Keys, hashes: Keys, depths: Keys
+    ) -> npt.NDArray[np.bool_]:
+        """Give names of a replica's blocks (u64[n]) a row each. Returns: which of them have theirs.
+
+        A name stands for the block that it was last told with, and a block has one name: what
+        tells otherwise is left out.
+        """
+        unique, first, place = np.unique(names[::-1], return_index=True, return_inverse=True)
+        last = len(names) - 1 - first
+        told = hashes[last]
+        _, once = np.unique(told, return_index=True)
+        is_fit = np.zeros(len(unique), bool)
+        is_fit[once] = True
+        known = holder.names.find(unique)
+        is_known = known >= 0
+        moved = is_known & (self._hashes[known] != told)
+        if moved.any():
+            self._take_away(holder, unique[moved], known[moved], _everywhere)
+            is_known &= ~moved
+        rows = self._rows.find(told)
+        is_fit &= is_known | ~((rows >= 0) & self._has_any(holder, rows))
+        missing = is_fit & (rows < 0)
+        rows[missing] = self._make_rows(told[missing], depths[last][missing])
+        new = is_fit & ~is_known
+        holder.names.insert(unique[new], rows[new], self._stamp)
+        holder.names.stamp(unique[is_known], self._stamp)
+        self.num_ignored += len(unique) - int(is_fit.sum())
+        place = place[::-1]
+        has_its_own: npt.NDArray[np.bool_] = is_fit[place] & (hashes == told[place])
+        return has_its_own
+
+    def _remove(self, holder: _Holder, events: Iterable[RemovedBlocks]) -> None:
+        by_column: dict[Column, list[Keys]] = {}
+        for event in events:
+            column = self._column(event.group_idx, event.medium)
+            names = _as_names(event.block_hashes)
+            if column is None or names is None:
+                self.num_ignored += len(event.block_hashes)
+            else:
+                by_column.setdefault(column, []).append(names)
+        for column, several in by_column.items():
+            names = np.unique(np.concatenate(several))
+            rows = holder.names.find(names)
+            there = rows >= 0
+            self._take_away(holder, names[there], rows[there], column.__eq__)
+
+    def _take_away(
+        self, holder: _Holder, names: Keys, rows: Numbers, where: Callable[[Column], bool]
+    ) -> None:
+        """Take a replica's blocks from some columns, and forget what is nowhere then.
+
+        ``names`` (u64[n]): distinct ones that the replica has; ``rows`` (i64[n]): theirs.
+        """
+        left = np.zeros(len(rows), np.uint64)
+        for column, bits in self._bits.items():
+            if where(column):
+                bits[rows] &= ~holder.bit
+            left |= bits[rows]
+        holder.names.remove(names[(left & holder.bit) == 0])
+        free = rows[left == 0]
+        self._rows.remove(self._hashes[free])
+        self._free_rows[self._num_free : self._num_free + len(free)] = free
+        self._num_free += len(free)
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def _has_any(self, holder: _Holder, rows: Numbers) -> npt.NDArray[np.bool_]:
+        """Tell of each row (i64[n]) whether a replica has a block in it, anywhere."""
+        bits = np.zeros(len(rows), np.uint64)
+        for column in self._bits.values():
+            bits |= column[rows]
+        has_any: npt.NDArray[np.bool_] = (bits & holder.bit) != 0
+        return has_any
+
+    def _make_rows(self, hashes: Keys, depths: Keys) -> Numbers:
+        """Make a row for each of these distinct hashes (u64[n]). Returns: i64[n]."""
+        again = min(len(hashes), self._num_free)
+        self._num_free -= again
+        num_rows = self._num_rows + len(hashes) - again
+        rows = np.concatenate(
+            [
+                self._free_rows[self._num_free : self._num_free + again].astype(np.int64),
+                np.arange(self._num_rows, num_rows),
+            ]
+        )
+        if num_rows > len(self._hashes):
+            length = max(num_rows, int(_GROWTH * len(self._hashes)))
+            self._hashes, self._depths = (
+                _longer(self._hashes, length),
+                _longer(self._depths, length),
+            )
+            self._bits = {column: _longer(bits, length) for column, bits in self._bits.items()}
+            self._free_rows = _longer(self._free_rows, length)
+        self._num_rows = num_rows
+        self._hashes[rows], self._depths[rows] = hashes, depths
+        self._rows.insert(hashes, rows)
+        return rows
+
+    def check(self) -> None:
+        """Raise AssertionError if tables, rows and bits contradict each other."""
+        self._rows.check()
+        free = self._free_rows[: self._num_free]
+        assert len(np.unique(free)) == len(free), "a row is free twice"
+        used = np.setdiff1d(np.arange(self._num_rows), free)
+        hashes, rows = self._rows.items()
+        assert (np.sort(rows) == used).all(), "a row is lost, or both used and free"
+        assert (self._hashes[rows] == hashes).all(), "a row has another's hash"
+        everyone = np.zeros(len(self._hashes), np.uint64)
+        for bits in self._bits.values():
+            everyone |= bits
+        assert (everyone[used] != 0).all(), "a row that no replica has"
+        assert np.count_nonzero(everyone) == len(used), "a replica has a free row"
+        for holder in self._holders.values():
+            holder.names.check()
+            _, rows = holder.names.items()
+            own = np.flatnonzero(everyone & holder.bit)
+            assert (np.sort(rows) == own).all(), "a replica's names are not its rows"
+            assert len(rows) <= self._max_blocks, "a replica has too many blocks"
+
+
+# -- prefix hashes ---------------------------------------------------------------------------------
+
+
+@final
+class _PrefixHash:
+    """Hashes prefixes: the sum over their blocks of a hash of block and depth, modulo 2⁶⁴."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._times: dict[int, Keys] = {}  # odd factors of a block's words, by their number
+        self._more = np.uint64(secrets.randbits(64) | 1)
+        self._step = np.uint64(secrets.randbits(64) | 1)
+
+    def terms(self, tokens: bytes, depths: Keys, images: Mapping[int, bytes]) -> Keys:
+        """Return what each block adds to a prefix: u64[n].
+
+        ``tokens``: int32, of all blocks; ``depths`` (u64[n]): blocks before each; ``images``: what
+        is in some of them besides tokens, by their numbers.
+        """
+        words = np.frombuffer(tokens, np.uint32).reshape(len(depths), -1)
+        if words.shape[1] % 2:
+            words = np.pad(words, ((0, 0), (0, 1)))
+        pairs = np.ascontiguousarray(words).view(np.uint64)
+        digests = _mixed(pairs * self._factors(pairs.shape[1]), self._more).sum(axis=1)
+        for number, text in images.items():
+            keyed = blake2b(text, key=self._secret, digest_size=8).digest()
+            digests[number] ^= np.uint64(int.from_bytes(keyed, "little"))
+        return _mixed(digests + depths * self._step, self._more)
+
+    def beginnings(self, names: Keys) -> Keys:
+        """Return the hashes of chains' first blocks (u64[n]) from their names in events."""
+        return _mixed(names * self._step, self._more)
+
+    def _factors(self, count: int) -> Keys:
+        found = self._times.get(count)
+        if found is None:
+            drawn = np.frombuffer(secrets.token_bytes(8 * count), np.uint64)
+            found = self._times[count] = drawn | np.uint64(1)
+        return found
+
+
+def _mixed(numbers: Keys, factor: np.uint64) -> Keys:
+    """Let upper bits change lower ones, and these upper ones again; in place."""
+    numbers ^= numbers >> np.uint64(32)
+    numbers *= factor
+    numbers ^= numbers >> np.uint64(29)
+    return numbers
+
+
+# -- bits of replicas ------------------------------------------------------------------------------
+
+
+def _either(there: Mapping[Column, Keys], group: int, num_blocks: int) -> Keys:
+    """Return bits (u64[num_blocks]) of the replicas that have a block of a group in any medium."""
+    several = [bits for (number, _), bits in there.items() if number == group]
+    if len(several) == 1:
+        return several[0]
+    either = np.zeros(num_blocks, np.uint64)
+    for bits in several:
+        either |= bits
+    return either
+
+
+def _first_read(group: Group, block_size: int, num_blocks: int) -> Numbers:
+    """Return the first block that is read behind n blocks, for n from 1 on: i64[num_blocks]."""
+    ends = np.arange(1, num_blocks + 1)
+    if isinstance(group.spec, KeptWhole):
+        return ends - 1
+    return group.live_start(ends * block_size) // block_size
+
+
+def _all_between(there: Keys, first: Numbers) -> Keys:
+    """Return bits of the replicas that have blocks first[n] … n, for each n: u64[len(there)].
+
+    Source: a sparse table; a span is covered by two of a power of two blocks, which may overlap.
+    """
+    lengths = np.arange(1, len(there) + 1) - first
+    levels = np.frexp(np.maximum(lengths, 1))[1] - 1
+    found, spans = np.full(len(there), _ALL), there
+    ends = np.arange(len(there))
+    for level in range(int(levels.max(initial=0)) + 1):
+        at = np.flatnonzero((levels == level) & (lengths > 0))
+        found[at] = spans[first[at]] & spans[ends[at] - 2**level + 1]
+        longer = spans.copy()
+        longer[: len(there) - 2**level] &= spans[2**level :]
+        spans = longer
+    return found
+
+
+def _counted(bits: Keys) -> list[int]:
+    """Count for each of ``MAX_REPLICAS`` the blocks (u64[n], n ≥ 1) with its bit."""
+    starts = np.concatenate(([0], np.flatnonzero(bits[1:] != bits[:-1]) + 1))  # of equal ones
+    lengths = np.concatenate((starts[1:], [len(bits)])) - starts
+    runs = bits[starts].astype("<u8").view(np.uint8)
+    each = np.unpackbits(runs, bitorder="little").reshape(len(starts), MAX_REPLICAS)
+    counts: list[int] = (lengths @ each).tolist()
+    return counts
+
+
+def _everywhere(column: Column) -> bool:
+    return True
+
+
+def _in_pool(column: Column) -> bool:
+    return column[1] == _POOL
+
+
+# -- from events and prompts -----------------------------------------------------------------------
+
+
+def _as_bytes(token_ids: PromptTokens, count: int) -> bytes:
+    """Return the first ``count`` token ids as int32 bytes."""
+    if isinstance(token_ids, np.ndarray):
+        return token_ids[:count].astype(np.int32, copy=False).tobytes()
+    return pack(f"{count}i", *token_ids[:count])
+
+
+def _as_names(given: Sequence[bytes | int]) -> Keys | None:
+    """Return blocks' names as keys (u64[n]); None if there are none, or others than 64 bits."""
+    try:
+        return as_keys(np.array(given, np.uint64)) if len(given) else None
+    except (OverflowError, TypeError, ValueError):
+        return None
+
+
+def _names_or_zero(given: Sequence[int | None]) -> Keys:
+    return as_keys(np.array([each or 0 for each in given], np.uint64))
+
+
+def _images_of(extras: Sequence[Extra]) -> dict[int, bytes]:
+    """Spell the images in a prompt's blocks, of those that have any."""
+    return {
+        number: _spelled(value for _, value in extra)
+        for number, extra in enumerate(extras)
+        if extra
+    }
+
+
+def _images_told(extras: Sequence[ExtraKeys]) -> dict[int, bytes]:
+    """Spell the images in an event's blocks, which are (id, place) pairs among other keys."""
+    found = {}
+    for number, extra in enumerate(extras):
+        pairs = [each for each in extra or () if isinstance(each, list | tuple) and len(each) == 2]
+        if pairs:
+            found[number] = _spelled(f"{content}@{place}" for content, place in pairs)
+    return found
+
+
+def _spelled(images: Iterable[str]) -> bytes:
+    return "\n".join(images).encode()
+
+
+def _longer(array: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    """Copy an array into one of another length, with zeros behind."""
+    longer = np.zeros(length, array.dtype)
+    longer[: len(array)] = array
+    return longer

@@ -1,0 +1,230 @@
+"""Where requests go: what is found, what is queued, what was promised, and who is told of it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.told import KEY, Prompt, groups_of, on_the_wire
+from quire.fleet.placement import LeastLoaded, Load, Placement, PrefixAware, RoundRobin, tokens_of
+from quire.fleet.prefix_directory import PrefixDirectory
+from quire.kv import PrefixKeys
+
+SIZE = 4
+GROUPS = groups_of()
+NAMES = ("a", "b", "c")
+LONG = tuple(range(400))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class World:
+    """A placement by prefixes, and replicas that tell what they have."""
+
+    def __init__(self, **options) -> None:
+        self.clock = Clock()
+        self.directory = PrefixDirectory(GROUPS, SIZE, key=KEY, **options)
+        self.placement = PrefixAware(self.directory, clock=self.clock, seed=1)
+
+    def store(self, replica: str, prompt: Prompt, num_blocks: int, medium="GPU") -> None:
+        events = prompt.stored(SIZE, range(num_blocks), medium=medium)
+        self.directory.apply(replica, on_the_wire(GROUPS, SIZE, events))
+
+    def place(self, token_ids=LONG, *, names=NAMES, **more):
+        keys = more.pop("keys", PrefixKeys())
+        return self.placement.place(token_ids, keys, names, **more)
+
+
+def all_of_them() -> list[Placement]:
+    return [RoundRobin(), LeastLoaded(seed=1), World().placement]
+
+
+@pytest.mark.parametrize("placement", all_of_them(), ids=lambda each: type(each).__name__)
+def test_each_ranks_all_candidates_and_takes_back_twice(placement: Placement) -> None:
+    for _ in range(8):
+        placed = placement.place(LONG, PrefixKeys(), NAMES, session="s")
+        assert sorted(placed.ranked) == sorted(NAMES)
+        assert placed.replica == placed.ranked[0]
+        assert placed.computed_tokens == len(LONG)
+        for _ in range(2):
+            placement.note_first_token(placed)
+            placement.note_end(placed)
+    placement.report("a", Load(num_running=3))
+    placement.forget("a")
+    placement.note_end(placed)
+    with pytest.raises(ValueError, match="no replica"):
+        placement.place(LONG, PrefixKeys(), ())
+
+
+@pytest.mark.parametrize("placement", all_of_them(), ids=lambda each: type(each).__name__)
+def test_a_burst_spreads_before_anyone_has_reported(placement: Placement) -> None:
+    placed = [placement.place((n,) * 40, PrefixKeys(), NAMES) for n in range(9)]
+    assert {name: [p.replica for p in placed].count(name) for name in NAMES} == dict.fromkeys(
+        NAMES, 3
+    )
+
+
+def test_the_longest_prefix_wins_and_is_told_by_medium() -> None:
+    world = World()
+    world.store("a", Prompt(LONG), 20)
+    world.store("b", Prompt(LONG), 50)
+    world.store("b", Prompt(LONG), 60, medium="CPU")
+    placed = world.place()
+    assert (placed.replica, placed.found_tokens) == ("b", {"GPU": 200, "CPU": 40})
+    assert placed.ranked[1] == "a"
+
+
+def test_the_last_token_is_always_computed() -> None:
+    world = World()
+    world.store("c", Prompt(LONG), 100)
+    placed = world.place()
+    assert (placed.replica, placed.computed_tokens) == ("c", 1)
+    assert tokens_of({"GPU": 2, "CPU": 3}, 4, 10) == {"GPU": 8, "CPU": 2}
+
+
+@pytest.mark.parametrize(("queued_tokens", "is_waited_for"), [(1700, True), (2100, False)])
+def test_a_queue_can_be_too_long_for_what_is_found(queued_tokens, is_waited_for) -> None:
+    """200 tokens more to compute weigh as much as nine times as many that wait."""
+    world = World()
+    world.store("a", Prompt(LONG), 50)
+    world.placement.report("a", Load(queued_tokens=queued_tokens))
+    assert (world.place().replica == "a") is is_waited_for
+
+
+def test_a_prefix_that_is_gone_draws_its_prompt_where_it_was_sent() -> None:
+    world = World()
+    first = world.place()
+    world.placement.note_end(first)
+    busy = Load(queued_tokens=1000)
+    world.placement.report(first.replica, busy)
+    again = world.place()
+    assert (again.replica, again.found_tokens) == (first.replica, {})
+    assert world.place((5,) * 400).replica != first.replica
+    world.placement.forget(first.replica)
+    world.placement.report(first.replica, busy)
+    assert world.place(LONG[:200]).replica != first.replica
+
+
+def test_a_slow_replica_is_told_by_its_own_figures() -> None:
+    world = World()
+    world.placement.report("a", Load(compute_s_per_token=1e-3))
+    world.placement.report("b", Load(compute_s_per_token=1e-3))
+    assert {world.place().replica for _ in range(4)} == {"c"}
+
+
+def test_what_is_loaded_costs_what_loading_was_measured_to_cost() -> None:
+    world = World()
+    world.store("a", Prompt(LONG), 100, medium="STORAGE")
+    assert world.place().replica == "a"
+    world.placement.report("a", Load(load_s_per_block={"STORAGE": 1.0}))
+    assert world.place().replica != "a"
+
+
+def test_a_full_replica_is_waited_for_as_long_as_requests_run() -> None:
+    world = World()
+    placed = world.place((1,), names=("b",))
+    world.clock.now_s += 10
+    world.placement.note_end(placed)
+    for name in NAMES:
+        world.placement.report(name, Load(num_running=2 if name != "c" else 1, max_num_seqs=2))
+    assert world.place().replica == "c"
+
+
+def test_a_prompt_that_is_being_computed_counts_as_found_there() -> None:
+    """Until its first token; then events say what is there."""
+    world = World()
+    first = world.place()
+    again = world.place()
+    assert again.replica == first.replica
+    assert again.found_tokens == {"GPU": pytest.approx(399, abs=60)}
+    other = world.place(LONG[:8] + (7,) * 392, names=(first.replica,))
+    assert other.found_tokens == {"GPU": 8}
+    for placed in (first, again):
+        world.placement.note_first_token(placed)
+    assert not world.place(names=(first.replica,)).found_tokens.get("CPU")
+    world.placement.forget(first.replica)
+    assert not World().place().found_tokens
+
+
+def test_promises_leave_nothing_behind() -> None:
+    world = World()
+    several = [world.place(LONG[: 30 * n]) for n in range(1, 12)]
+    for placed in several[:6]:
+        world.placement.note_end(placed)
+    for name in NAMES:
+        world.placement.forget(name)
+    assert not world.placement._promises._replicas
+    assert not world.placement._promises._open
+
+
+def test_a_session_stays_among_equals_only() -> None:
+    world = World()
+    first = world.place((1, 2), session="s").replica
+    assert {world.place((3, 4), session="s").replica for _ in range(5)} == {first}
+    world.placement.report(first, Load(queued_tokens=10_000))
+    assert world.place((5, 6), session="s").replica != first
+
+
+def test_tenants_are_found_by_the_fleets_key_and_never_mixed() -> None:
+    ann, bob = PrefixKeys(tenant="ann"), PrefixKeys(tenant="bob")
+    world = World()
+    world.store("a", Prompt(LONG, ann), 50)
+    world.store("b", Prompt(LONG, bob), 20)
+    assert world.place(keys=ann).found_tokens == {"GPU": 200}
+    assert world.place(keys=bob).found_tokens == {"GPU": 80}
+    assert not world.place(keys=PrefixKeys(tenant="eve")).found_tokens
+    assert not world.place().found_tokens
+
+
+def test_a_report_replaces_what_was_counted_but_for_what_is_on_its_way() -> None:
+    world = World()
+    loads = world.placement._loads
+    old = world.place()
+    world.clock.now_s += 1
+    new = world.place(names=(old.replica,))
+    world.placement.report(old.replica, Load(num_running=1, queued_tokens=30))
+    standing = loads.of(old.replica)
+    assert standing.queued_tokens == 30 + new.computed_tokens
+    assert standing.num_requests == 2
+    world.clock.now_s += 1
+    world.placement.report(old.replica, Load(num_running=2, queued_tokens=50, age_s=1))
+    assert standing.queued_tokens == 50 + new.computed_tokens
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["place", "token", "end", "report", "forget"]),
+            st.integers(0, 20),
+            st.sampled_from(NAMES),
+        ),
+        max_size=40,
+    )
+)
+def test_counts_never_go_below_nothing(done) -> None:
+    world, placed = World(), []
+    for what, number, name in done:
+        if what == "place":
+            placed.append(world.place(LONG[: 20 * number + 1], session=str(number)))
+        elif what == "report":
+            world.placement.report(name, Load(num_running=number, queued_tokens=number))
+        elif what == "forget":
+            world.placement.forget(name)
+        elif placed:
+            note = world.placement.note_end if what == "end" else world.placement.note_first_token
+            note(placed[number % len(placed)])
+        world.clock.now_s += 0.03
+    for each in placed:
+        world.placement.note_end(each)
+    for name in NAMES:
+        standing = world.placement._loads.of(name)
+        assert standing.queued_tokens >= 0
+        assert standing.num_requests >= 0
+        assert not standing.runs
+        assert not standing.waits_for_token
+    assert not world.placement._promises._replicas

@@ -1,0 +1,218 @@
+"""What the door makes of Serve's lists, calls and errors: Ray's package, without its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from quire.errors import RequestError
+from quire.fleet import ray_serve
+from quire.fleet.placement import Load
+from quire.fleet.ray_serve import ChosenReplica, RayReplica, RayReplicas, Roll
+from quire.fleet.replica import ReplicaLost, ReplicaRefused, ReplicaReport
+
+pytestmark = pytest.mark.ray
+
+
+class Call:
+    """A call or a stream of Serve's, under way."""
+
+    def __init__(self, yields: Iterable[Any] = (), error: Exception | None = None) -> None:
+        self._yields, self._error = list(yields), error
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def __await__(self) -> Any:
+        return self._result().__await__()
+
+    async def _result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._yields[0]
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for each in self._yields:
+            yield each
+        if self._error is not None:
+            raise self._error
+        await asyncio.Event().wait()
+
+
+class Handle:
+    """A deployment's handle, whose calls are ready-made, by method."""
+
+    def __init__(self, **calls: Call) -> None:
+        self.calls = calls
+        self.keywords: list[dict[str, Any]] = []
+
+    def options(self, *, method_name: str, stream: bool = False) -> Any:
+        def remote(*args: Any, **keywords: Any) -> Call:
+            self.keywords.append(keywords)
+            return self.calls[method_name]
+
+        return SimpleNamespace(remote=remote)
+
+
+def listed(*names: str) -> Any:
+    return [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
+
+
+REPORT = ReplicaReport(load=Load(num_running=3))
+
+
+# -- Serve's router --------------------------------------------------------------------------------
+
+
+def chosen(candidates: Any, **keywords: Any) -> list[list[str]]:
+    router = object.__new__(ChosenReplica)
+    router.initialize_state()
+    ranks = asyncio.run(router.choose_replicas(candidates, SimpleNamespace(kwargs=keywords)))
+    return [[each.replica_id.unique_id for each in rank] for rank in ranks]
+
+
+def test_a_call_goes_where_its_keyword_says() -> None:
+    assert chosen(listed("a", "b", "c"), to="b") == [["b"]]
+
+
+def test_a_call_for_one_that_is_gone_must_go_somewhere() -> None:
+    assert chosen(listed("a", "b"), to="c") == [["a", "b"]]
+    assert chosen(listed("a", "b")) == [["a", "b"]]
+
+
+def test_the_roll_is_told_here_and_empty_elsewhere() -> None:
+    told: list[list[str]] = []
+    roll = Roll(lambda names: told.append(list(names)))
+    chosen(listed("a", "b"), roll=roll)
+    assert told == [["a", "b"]]
+    pickle.loads(pickle.dumps(roll)).note(listed("c"))
+    assert told == [["a", "b"]]
+
+
+# -- who is there ----------------------------------------------------------------------------------
+
+
+def test_replicas_join_and_leave_as_the_list_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_serve, "_UNLISTED_S", 0.05)
+
+    async def follow() -> list[str]:
+        said: list[str] = []
+        replicas = RayReplicas(
+            Handle(watch=Call()),
+            lambda each: said.append(f"+{each.name}"),
+            lambda each: said.append(f"-{each.name}"),
+        )
+        roll = replicas.roll
+        roll.note(listed("a", "b"))
+        await asyncio.sleep(0.01)
+        roll.note(listed())  # a controller that has just begun anew
+        await asyncio.sleep(0.1)
+        roll.note(listed("b"))
+        await asyncio.sleep(0.01)
+        roll.note(listed("b", "a"))  # in time
+        await asyncio.sleep(0.1)
+        roll.note(listed("a", "c"))
+        await asyncio.sleep(0.1)
+        return said
+
+    assert asyncio.run(follow()) == ["+a", "+b", "+c", "-b"]
+
+
+def test_one_that_is_not_listed_takes_nothing_new_and_says_so() -> None:
+    async def ask() -> None:
+        replica = RayReplica("a", Handle(watch=Call([REPORT])), Roll())
+        assert (await replica.report()).takes_requests
+        replica.listed = False
+        report = await replica.report()
+        assert not report.takes_requests
+        assert report.load == REPORT.load
+        with pytest.raises(ReplicaRefused, match="replica a is not on Serve's list"):
+            await anext(replica.generate(None, request_id="x"))  # type: ignore[arg-type]
+        replica.listed = True
+        assert (await replica.report()).takes_requests
+        await replica.close()
+
+    asyncio.run(ask())
+
+
+def test_a_report_is_told_once_and_then_waited_for() -> None:
+    async def ask() -> None:
+        replica = RayReplica("a", Handle(watch=Call([REPORT])), Roll())
+        assert await replica.report() == REPORT
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(replica.report(), 0.05)
+        await replica.close()
+
+    asyncio.run(ask())
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def error_of(error: Exception) -> Exception:
+    """What a call raises here that has raised ``error`` there."""
+
+    async def ask() -> Exception:
+        replica = RayReplica("a", Handle(watch=Call(), begin_drain=Call(error=error)), Roll())
+        with pytest.raises(Exception) as caught:
+            await replica.begin_drain()
+        await replica.close()
+        return caught.value
+
+    return asyncio.run(ask())
+
+
+def task_error(cause: Exception) -> Exception:
+    return RayTaskError("generate", "a traceback", cause).as_instanceof_cause()
+
+
+def test_our_errors_come_as_they_were_there() -> None:
+    error = error_of(task_error(RequestError("the prompt is empty")))
+    assert type(error) is RequestError
+    assert str(error) == "the prompt is empty"
+
+
+@pytest.mark.parametrize("error", [task_error(OSError("no device")), ActorDiedError()])
+def test_others_are_the_loss_of_the_replica(error: Exception) -> None:
+    found = error_of(error)
+    assert type(found) is ReplicaLost
+    assert str(found).startswith("replica a has ")
+
+
+def test_a_watch_that_breaks_is_the_loss_of_the_replica() -> None:
+    async def ask() -> None:
+        replica = RayReplica("a", Handle(watch=Call([REPORT], ActorDiedError())), Roll())
+        await asyncio.sleep(0.01)
+        with pytest.raises(ReplicaLost):
+            await replica.report()
+        await replica.close()
+
+    asyncio.run(ask())
+
+
+def test_a_stream_that_is_left_is_cancelled_there() -> None:
+    pieces = Call(["a piece"])
+
+    async def leave() -> None:
+        handle = Handle(watch=Call(), generate=pieces)
+        replica = RayReplica("a", handle, Roll())
+        request: Any = SimpleNamespace()
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr("quire.fleet.replica.to_send", lambda each: each)
+        stream = replica.generate(request, request_id="x")
+        assert await anext(stream) == "a piece"
+        assert not pieces.is_cancelled
+        await stream.aclose()
+        assert handle.keywords[-1]["to"] == "a"
+        monkey.undo()
+        await replica.close()
+
+    asyncio.run(leave())
+    assert pieces.is_cancelled
