@@ -95,7 +95,8 @@ def _table(found: dict[str, list[tuple[float, ...]]], size: int, records: int) -
     base = next(iter(found.values()))
     rows = []
     for name, several in found.items():
-        row = [name.partition("?")[0] + (", again" if name.endswith(", again") else "")]
+        again = ", again" if name.endswith(", again") else ""
+        row = [name.removesuffix(again).partition("?")[0] + again]
         for at in range(len(FIGURES)):
             row.append(_spread([each[at] for each in several], "{:,.0f}"))
         for at in range(2):
