@@ -59,18 +59,21 @@ class BatchOrder:
         self._apply, self._forget, self._can_ask = apply, forget, can_ask
         self._next: int | None = 0 if can_ask else None  # None: whichever comes
         self._last_live = -1
+        # What a replay has brought and the stream may bring again, unless the replica began anew.
+        self._brought: dict[int, int] = {}  # hashes of batches, by number
         self._held: deque[tuple[int, bytes]] = deque()  # live ones behind a gap
         self._held_bytes = 0
 
     def live(self, number: int, payload: bytes) -> None:
         """Take a batch from the stream."""
-        if number <= self._last_live:
+        if number <= self._last_live or self._brought.get(number, hash(payload)) != hash(payload):
             self._begin_anew(0 if self._can_ask else number)
         self._last_live = number
         if self._next is None:
             self._next = number
         if number < self._next:
             return  # a replay has brought it
+        self._brought.clear()
         if number > self._next or self._held:
             self._hold(number, payload)
         else:
@@ -82,6 +85,8 @@ class BatchOrder:
             return
         if number > self._next:
             self._give_up_until(number)  # the replay does not reach back so far
+        if number > self._last_live:
+            self._brought[number] = hash(payload)
         self._take(payload)
 
     def replay_ended(self) -> None:
@@ -134,6 +139,7 @@ class BatchOrder:
     def _begin_anew(self, number: int) -> None:
         self.num_gaps += 1
         self._forget()
+        self._brought.clear()
         self._held, self._held_bytes = deque(), 0
         self._next = number
         self.wanted = number if self._can_ask else None
