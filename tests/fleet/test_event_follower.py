@@ -212,3 +212,22 @@ def test_what_cannot_be_followed_says_why() -> None:
     follower.follow("r", SimpleNamespace(events=None, block_size=8))
     follower.forget("r")
     asyncio.run(follower.close())
+
+
+def test_a_replica_that_begins_anew_behind_a_replay_is_noticed() -> None:
+    """No batch came live before: its numbers alone look like what the replay has brought."""
+    directory, replica = PrefixDirectory(GROUPS, 2, key=KEY), Replica(8)
+    order = ordered(directory)
+    replica.toggle(1)
+    replica.replay(order)
+    assert known(directory) == {1}
+    order.live(0, replica.batches[0])  # the stream brings it, too
+    assert known(directory) == {1}
+    order, other = ordered(directory), Replica(8)
+    other.toggle(1)
+    other.replay(order)
+    other.restart()
+    number = other.toggle(2)
+    order.live(number, other.batches[number])
+    other.replay(order)
+    assert known(directory) == {2}

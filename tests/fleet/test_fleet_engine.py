@@ -104,7 +104,9 @@ def test_a_stream_goes_on_where_its_replica_has_ended(
             if first.mode == "dead":
                 assert fleet.engine.members["a"].state == "lost"
                 assert len(second.requests) == 1
-                assert len(second.requests[0].output_token_ids) == dies_at - 1
+                assert (
+                    len(second.requests[0].output_token_ids) >= dies_at - 1
+                )  # a piece may have several tokens
                 assert fleet.engine.num_resumed == (dies_at > 1)
 
     run(ask())
@@ -151,7 +153,7 @@ def test_what_samples_without_a_seed_goes_on_too() -> None:
         params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
         async with fleet_of(placement=RoundRobin()) as fleet:
             first, second = fleet.replicas
-            first.dies_at = 6
+            first.dies_at = 2
             found = await read(fleet.engine, PROMPTS[0], params)
             assert (found.error, len(found.token_ids)) == (None, 12)
             seed = first.requests[0].params.seed

@@ -249,8 +249,11 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
-        left = asyncio.all_tasks(loop)  # begun in the moment of the end
-        for each in left:
-            each.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(_end(asyncio.all_tasks(loop)))  # begun in the moment of the end
         loop.close()
+
+
+async def _end(tasks: set[asyncio.Task[Any]]) -> None:
+    for each in tasks:
+        each.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
