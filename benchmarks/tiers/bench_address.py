@@ -71,7 +71,7 @@ def _sample(tier: Tier, salt: str, size: int, records: int) -> tuple[float, ...]
     names = [hashlib.sha256(f"{salt} {number}".encode()).digest() for number in range(records)]
     data = [memoryview(os.urandom(size)) for _ in names]
     into = [memoryview(bytearray(os.urandom(1) * size)) for _ in names]  # pages that are there
-    took_s = []
+    took_s = list[float]()
     calls: tuple[Callable[[], int], ...] = (
         lambda: tier.store(names, data, Deadline.after(WITHIN_S)),
         lambda: tier.load(names, into, Deadline.after(WITHIN_S)),
@@ -95,7 +95,8 @@ def _table(found: dict[str, list[tuple[float, ...]]], size: int, records: int) -
     base = next(iter(found.values()))
     rows = []
     for name, several in found.items():
-        row = [name.partition("?")[0] + (", again" if name.endswith(", again") else "")]
+        again = ", again" if name.endswith(", again") else ""
+        row = [name.removesuffix(again).partition("?")[0] + again]
         for at in range(len(FIGURES)):
             row.append(_spread([each[at] for each in several], "{:,.0f}"))
         for at in range(2):

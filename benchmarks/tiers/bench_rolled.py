@@ -42,6 +42,7 @@ from quire.http import Http, RefusedByServer
 
 KINDS = ("rolled", "restarted", "killed", "rolled, no tier")
 GOAL = 0.9  # of the share before
+MOST_AT_ONCE = 16  # sequences that run
 WINDOW_S = 10.0  # in which a share is looked at, to say when it is back
 AGAIN_S = 0.1  # until a client that was refused asks again
 LARGE = Path(tempfile.gettempdir()) / "quire-bench-model"
@@ -177,6 +178,7 @@ class Outcome:
 
     before: float
     after: float
+    at_first: float  # in the first WINDOW_S
     back_s: float | None  # of traffic, until WINDOW_S of it have GOAL of the share before
     away_s: float  # from the first server's end (or the turn to the second) to an answer's piece
     num_before: int
@@ -208,6 +210,7 @@ def outcome(traffic: Traffic, first: int, replaced_s: float, seconds: float) -> 
     return Outcome(
         before=share(before),
         after=share(after),
+        at_first=share([turn for turn in after if turn.first_s < opened_s + WINDOW_S]),
         back_s=back_s,
         away_s=opened_s - replaced_s,
         num_before=len(before),
@@ -249,16 +252,17 @@ def main(  # noqa: PLR0913 - each is a flag
     kinds: Annotated[str, typer.Option(help="Separated by semicolons.")] = ";".join(KINDS),
     rounds: int = 1,
     seconds: Annotated[float, typer.Option(help="Of traffic, before and after.")] = 60.0,
-    warm_s: Annotated[float, typer.Option(help="Of traffic before those.")] = 20.0,
+    warm_s: Annotated[float, typer.Option(help="Of traffic before those.")] = 40.0,
     large: Annotated[bool, typer.Option(help="The 0.45 B model, not the demo model.")] = False,
     write: Annotated[str, typer.Option(help="--kv-tier-write.")] = "auto",
-    clients: int = 8,
-    turns: int = 6,
-    turn_tokens: int = 60,
+    clients: int = 48,
+    turns: int = 8,
+    turn_tokens: int = 120,
     answer_tokens: int = 40,
-    prefix_tokens: int = 400,
-    think_s: float = 1.0,
+    prefix_tokens: int = 200,
+    think_s: float = 20.0,
     kv: Annotated[str, typer.Option(help="--kv-cache-memory-bytes.")] = "512MiB",
+    shutdown_timeout: Annotated[float, typer.Option(help="Of the servers; below 60.")] = 30.0,
     seed: int = 0,
     logs: Annotated[Path | None, typer.Option(help="Folder for what the servers say.")] = None,
     output: Output = None,
@@ -271,7 +275,8 @@ def main(  # noqa: PLR0913 - each is a flag
     context = prefix_tokens + turns * (turn_tokens + answer_tokens) + 16
     flags = [*([str(make(LARGE))] if large else []), "--served-model-name", "rolled",
              "--max-model-len", str(context), "--kv-cache-memory-bytes", kv,
-             "--max-num-seqs", str(clients), "--kv-tier-write", write,
+             "--max-num-seqs", str(min(clients, MOST_AT_ONCE)),
+             "--shutdown-timeout", str(shutdown_timeout), "--kv-tier-write", write,
              "--uvicorn-log-level", "warning"]  # fmt: skip
     chosen = [kind.strip() for kind in kinds.split(";")]
     found: dict[str, list[Outcome]] = {kind: [] for kind in chosen}
@@ -291,8 +296,10 @@ def main(  # noqa: PLR0913 - each is a flag
     setting = (
         f"{machine()}; {'the 0.45 B model' if large else 'the demo model'}, {clients} clients, "
         f"conversations of {turns} turns: {turn_tokens} tokens asked and {answer_tokens} answered "
-        f"behind one of 3 prefixes of {prefix_tokens}; {seconds:g} s of traffic before and after; "
-        f"--kv-tier-write {write}; seed {seed}, {rounds} rounds."
+        f"behind one of 3 prefixes of {prefix_tokens}, {think_s:g} s between; {seconds:g} s of "
+        f"traffic before and after; "
+        f"--kv-tier-write {write}, --shutdown-timeout {shutdown_timeout:g}; seed {seed}, "
+        f"{rounds} rounds."
     )
     print(text := markdown([table], [], setting))
     if output is not None:
@@ -301,8 +308,9 @@ def main(  # noqa: PLR0913 - each is a flag
 
 def _table(found: dict[str, list[Outcome]], seconds: float) -> Table:
     columns = (
-        "server", "hits before", f"hits, {seconds:g} s after", "after / before", "back after",
-        "streams", "broken", "asked again", "no answer for", "first token before", "… after",
+        "server", "hits before", f"{WINDOW_S:g} s after", f"{seconds:g} s after",
+        "after / before", "back after", "streams", "broken", "asked again", "no answer for",
+        "first token before", "… after",
     )  # fmt: skip
     rows = []
     for kind, several in found.items():
@@ -312,6 +320,7 @@ def _table(found: dict[str, list[Outcome]], seconds: float) -> Table:
         rows.append([
             kind,
             _spread([each.before for each in several], "{:.3f}"),
+            _spread([each.at_first for each in several], "{:.3f}"),
             _spread([each.after for each in several], "{:.3f}"),
             _spread([each.ratio for each in several], "{:.3f}"),
             _spread(back, "{:.0f} s") if len(back) == len(several) else "not in this time",

@@ -6,15 +6,22 @@
 a prompt of 2,000 tokens; beside it a bare socket and a bare file of memory between the same two
 processes, with the same questions, which know all lengths and check nothing.
 
-*First tokens*: two engines of the 0.45 B model in two processes. One computes a prompt and leaves
-it; the other one gets it with what the answer said, at once: copying out, and sealing, are part of
-the time. Beside it the same engine computes it, and finds it in its own cache.
+*First tokens*: engines of the 0.45 B model in two processes, a pair for each way. One computes a
+prompt and leaves it, the first time and from its cache later; the other one, with an empty cache,
+gets it with what the answer said, at once: copying out, and sealing, are part of the time. Beside
+it the same engine computes it, and finds it in its own cache. Without processors that compute bf16
+a prompt of 2,000 tokens takes half a minute on two quiet cores, and minutes on busy ones.
 
-Kinds take turns within a round.
+*Draining*: ``quire serve`` with that model has computed a prompt and gets SIGTERM; its blocks go to
+another server, which is then asked for the same prompt.
+
+Kinds take turns within a round. What is done is told on stderr, with the seconds since the start.
 """
 
+import json
 import os
 import random
+import re
 import secrets
 import socket
 import statistics
@@ -31,10 +38,12 @@ from typing import Annotated, Any, TypeAlias
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
 
+import httpx
 import torch
 import typer
 
 from benchmarks.engine.model import make
+from benchmarks.harness.server import server
 from quire import LLM, SamplingParams
 from quire.models.loader import LoadedModel, load
 from quire.tiers import Deadline
@@ -49,6 +58,8 @@ MODEL = Path(tempfile.gettempdir()) / "quire-bench-model"
 RECORD_BYTES = 1_835_968  # of the model: 16 tokens of 112 KiB, and a header
 LEASES = {"size": 2**31, "lease_s": 60}  # of some prompts at once
 ENDS_S = 600.0  # after which a process that hangs is given up
+WARM_TOKENS = 100
+BEGUN_S = time.perf_counter()
 ONE = SamplingParams(max_tokens=1, temperature=0)
 
 Rates: TypeAlias = dict[str, list[float]]
@@ -58,18 +69,23 @@ Ways: TypeAlias = dict[str, tuple[str, dict[str, Any]]]  # by name: an address, 
 def main(
     rounds: Annotated[int, typer.Option(help="Of first tokens.")] = 3,
     rate_rounds: Annotated[int, typer.Option(help="Of rates.")] = 15,
+    drains: Annotated[int, typer.Option(help="Rounds of draining.")] = 0,
     prompt_tokens: int = 2000,
     threads: Annotated[int, typer.Option(help="Threads of torch, in each process.")] = 2,
+    wait_s: Annotated[float, typer.Option(help="As in kv_connector_extra_config.")] = 0.0,
     within: Annotated[float, typer.Option(help="Seconds after which no round begins.")] = 3600.0,
     model: Annotated[Path, typer.Option(help="Its folder; made if it is not there.")] = MODEL,
 ) -> None:
-    """Print rates and first tokens: medians, the least and the greatest, and ratios of pairs."""
+    """Print rates, first tokens, draining: medians, the least and the greatest, ratios of pairs."""
     stop_s = time.monotonic() + within
     with tempfile.TemporaryDirectory() as folder:
         if rate_rounds:
             _rates(Path(folder), rate_rounds, -(-prompt_tokens // 16))
         if rounds:
-            _first_tokens(Path(folder), make(model), rounds, prompt_tokens, threads, stop_s)
+            own = make(model)
+            _first_tokens(Path(folder), own, rounds, prompt_tokens, threads, wait_s, stop_s)
+        if drains:
+            _drains(Path(folder), make(model), drains, prompt_tokens)
 
 
 # -- rates -----------------------------------------------------------------------------------------
@@ -176,8 +192,8 @@ def _give(pipe: Connection, addresses: dict[str, str], key: bytes, path: str, co
         threading.Thread(target=_give_bare, args=(listener, bare), daemon=True).start()
     pipe.send({"tcp": servers[1].address.port, "bare": over_tcp.getsockname()[1]})
     pipe.recv()
-    for server in servers:
-        server.close()
+    for own in servers:
+        own.close()
 
 
 def _give_bare(listener: socket.socket, records: list[memoryview]) -> None:
@@ -209,11 +225,18 @@ def _names(count: int) -> list[bytes]:
 
 
 def _first_tokens(
-    folder: Path, model: Path | str, rounds: int, prompt_tokens: int, threads: int, stop_s: float
+    folder: Path,
+    model: Path,
+    rounds: int,
+    prompt_tokens: int,
+    threads: int,
+    wait_s: float,
+    stop_s: float,
 ) -> None:
     torch.set_num_threads(threads)
     loaded, rng = load(model), random.Random(SEED)
     (folder / "key").write_bytes(secrets.token_bytes(32))
+    waits = {"wait_s": wait_s}
     ways: Ways = {
         "a Unix socket": (f"unix:{folder}/peer", {}),
         "TCP, trusted": (f"tcp://127.0.0.1:{_free_port()}", {"kv_tier_trusted": True}),
@@ -223,22 +246,26 @@ def _first_tokens(
         ),
     }
     times, cached = Rates(), dict[str, list[int]]()
-    loading = Rates()
+    loading, whole = Rates(), Rates()
     with _child(_prefill, str(model), ways, threads) as pipe, ExitStack() as end:
-        pipe.recv()
+        _answer(pipe)
+        _tell("the first process has its engines")
         engines = {
             way: end.enter_context(
-                closing(_engine(loaded, "kv_consumer", {"peers": [address]}, options))
+                closing(_engine(loaded, "kv_consumer", {"peers": [address], **waits}, options))
             )
             for way, (address, options) in ways.items()
         }
+        _tell("the second process has its engines")
+        prompt = [rng.randrange(5, loaded.vocab_size) for _ in range(prompt_tokens)]
+        for way in ways:  # its cache has the prompt from then on: computing takes most of the time
+            begun_s = time.perf_counter()
+            _left(pipe, way, prompt)
+            _tell(f"the prompt is computed and left, {way}: {time.perf_counter() - begun_s:.2f} s")
         for number in range(rounds):
             if number and time.monotonic() > stop_s:
                 rounds = number
                 break
-            prompt = [rng.randrange(5, loaded.vocab_size) for _ in range(prompt_tokens)]
-            for way in ways:  # its cache has the prompt from then on
-                _left(pipe, way, prompt)
             names = [f"{way}{again}" for way in ways for again in ("", ", again")]
             names += ["computed", "computed, again"]
             at = number % len(names)
@@ -251,20 +278,28 @@ def _first_tokens(
                 seconds, found = _first_token(engine, prompt, params)
                 times.setdefault(name, []).append(seconds)
                 cached.setdefault(name, []).append(found)
-                print(f"round {number + 1}: {name}: {seconds:.2f} s", file=sys.stderr, flush=True)
-                after = _loaded_by(engine)
-                if way in ways and after[1] > before[1]:
-                    rate = (after[0] - before[0]) / (after[1] - before[1]) / 1e6
-                    loading.setdefault(name, []).append(rate)
+                _tell(f"round {number + 1}: {name}: {seconds:.2f} s, {found:,} tokens cached")
+                num_bytes, load_s, whole_s = (
+                    new - old for new, old in zip(_loaded_by(engine), before, strict=True)
+                )
+                if way in ways and num_bytes:
+                    loading.setdefault(name, []).append(num_bytes / load_s / 1e6)
+                    whole.setdefault(name, []).append(num_bytes / whole_s / 1e6)
                 if name == "a Unix socket":
                     for own in ("its own cache", "its own cache, again"):
                         seconds, found = _first_token(engine, prompt, None)
+                        _tell(f"round {number + 1}: {own}: {seconds:.2f} s, {found:,} tokens")
                         times.setdefault(own, []).append(seconds)
                         cached.setdefault(own, []).append(found)
     print(f"{prompt_tokens:,} tokens, {rounds} rounds, {threads} threads of torch in each process")
     for name in sorted(times, key=lambda name: statistics.median(times[name])):
         ratios = [a / b for a, b in zip(times[name], times["computed"], strict=True)]
-        told = f", {_spread(loading[name], ' MB/s', 0)} while loading" if name in loading else ""
+        told = ""
+        if name in loading:
+            told = (
+                f", {_spread(loading[name], ' MB/s', 0)} while loading, "
+                f"{_spread(whole[name], ' MB/s', 0)} from question to last check"
+            )
         print(
             f"{name:23} first token {_spread(times[name], ' s')}, × computed {_spread(ratios)}, "
             f"cached tokens {min(cached[name])} … {max(cached[name])}{told}"
@@ -285,7 +320,8 @@ def _engine(loaded: LoadedModel, role: str, extra: dict[str, Any], options: dict
         kv_transfer_config=config,
         **options,
     )
-    llm.generate([[7] * 300], SamplingParams(max_tokens=2, temperature=0))  # what is warmed up
+    warm = SamplingParams(max_tokens=2, temperature=0)
+    llm.generate([[7] * WARM_TOKENS], warm)  # so that it knows what computing costs
     return llm
 
 
@@ -311,7 +347,7 @@ def _prefill(pipe: Connection, model: str, ways: Ways, threads: int) -> None:
 
 def _left(pipe: Connection, way: str, prompt: list[int]) -> dict[str, Any]:
     pipe.send((way, prompt))
-    params: dict[str, Any] = pipe.recv()
+    params: dict[str, Any] = _answer(pipe)
     assert params["remote_num_tokens"] >= len(prompt) - 16
     return params
 
@@ -323,11 +359,76 @@ def _first_token(llm: LLM, prompt: list[int], params: dict[str, Any] | None) -> 
     return time.perf_counter() - begun_s, found.num_cached_tokens
 
 
-def _loaded_by(llm: LLM) -> tuple[int, float]:
-    """Return the bytes that a peer has given, and the seconds that its answers took."""
+def _loaded_by(llm: LLM) -> tuple[float, float, float]:
+    """Return the bytes that a peer has given, and the seconds of its answers, and of whole jobs.
+
+    A job is from the question for a prompt to the last record that was opened and checked.
+    """
     assert llm.tiers is not None
     [peer] = llm.tiers.tiers
-    return peer.loaded_bytes, peer.load_s
+    return peer.loaded_bytes, peer.load_s, peer.promotion_s.sum
+
+
+# -- draining --------------------------------------------------------------------------------------
+
+
+def _drains(folder: Path, model: Path, rounds: int, prompt_tokens: int) -> None:
+    rng, found = random.Random(SEED), dict[str, list[float]]()
+    where = f"unix:{folder}/heir"
+    flags = [str(model), "--served-model-name", "drained", "--max-model-len", "4096"]
+    flags += ["--kv-cache-memory-bytes", "512MiB", "--shutdown-timeout", "60"]
+    heirs = _transfer("kv_producer", {"listen": where, **LEASES})
+    with server(*flags, *heirs, log=folder / "heir.log") as heir:
+        _tell("the heir is up")
+        for number in range(rounds):
+            log = folder / f"old-{number}.log"
+            body = {
+                "model": "drained",
+                "prompt": [rng.randrange(5, 4000) for _ in range(prompt_tokens)],
+                "max_tokens": 1,
+                "temperature": 0,
+            }
+            olds = _transfer("kv_consumer", {"peers": [where], "drain_to": where})
+            with server(*flags, *olds, log=log) as old:
+                computed_s, _ = _asked(old.port, body)
+                _tell(f"round {number + 1}: computed in {computed_s:.2f} s")
+                begun_s = time.perf_counter()  # then one SIGTERM: a second one stops at once
+            ended_s = time.perf_counter() - begun_s
+            said = re.search(r"(\d+) cached blocks are stored .* in ([\d.]+) s", log.read_text())
+            if said is None:
+                raise RuntimeError(f"the server has stored nothing:\n{log.read_text()}")
+            again_s, cached = _asked(heir.port, body)
+            _tell(f"round {number + 1}: {said[0]}; {cached:,} tokens cached at the heir")
+            for name, value in (
+                ("blocks", float(said[1])),
+                ("seconds to store them", float(said[2])),
+                ("seconds from SIGTERM to the end", ended_s),
+                ("seconds of the request, computed", computed_s),
+                ("seconds of the request, at the heir", again_s),
+                ("cached tokens at the heir", float(cached)),
+            ):
+                found.setdefault(name, []).append(value)
+    print(f"draining by SIGTERM, {prompt_tokens:,} tokens, {rounds} rounds")
+    for name, values in found.items():
+        print(f"{name:36} {_spread(values, digits=2)}")
+
+
+def _asked(port: int, body: dict[str, Any]) -> tuple[float, int]:
+    """Returns: seconds of a request, cached tokens."""
+    begun_s = time.perf_counter()
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    answer = httpx.post(url, json=body, timeout=ENDS_S).raise_for_status().json()
+    took_s = time.perf_counter() - begun_s
+    return took_s, (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+
+
+def _transfer(role: str, extra: dict[str, Any]) -> list[str]:
+    config = {
+        "kv_connector": "QuireConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": extra,
+    }
+    return ["--kv-transfer-config", json.dumps(config)]
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -348,6 +449,17 @@ def _child(work: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
     finally:
         if process.is_alive():
             process.kill()
+
+
+def _answer(pipe: Connection) -> Any:
+    """Return what the other process says. Raises: TimeoutError, EOFError where it has ended."""
+    if not pipe.poll(ENDS_S):
+        raise TimeoutError(f"the other process has said nothing for {ENDS_S:g} s")
+    return pipe.recv()
+
+
+def _tell(what: str) -> None:
+    print(f"{time.perf_counter() - BEGUN_S:6.1f} s: {what}", file=sys.stderr, flush=True)
 
 
 def _free_port() -> int:

@@ -258,3 +258,19 @@ def test_what_cannot_be_exported_is_said(cache: Cache, path: Path, tmp_path: Pat
     code, _, err = cache("export", sealed, names[0], out_file)
     assert code == 1
     assert "is sealed" in err
+
+
+def test_what_a_folder_says_of_itself_does_not_steer_a_terminal(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {"weights": "\x1b]0;mine\x07\x1b[2Jw\nnone", "dtype": "\x9b31m", "name\x1b[": "x" * 5000}
+    planted = Fingerprint.of(said)
+    tier = FileTier(path, planted.namespace, size_bytes=1 << 24, reserve_bytes=0)
+    tier.describe(planted.description.encode())
+    tier.close()
+    code, out, _ = run(monkeypatch, capsys, "ls", path)
+    assert code == 0
+    assert all(each.isprintable() for each in out.replace("\n", ""))
+    (line,) = (line for line in out.splitlines() if line.startswith(planted.namespace + "  d"))
+    assert "weights ?]0;mine??[2Jw?none" in line
+    assert len(line) < 300

@@ -186,8 +186,7 @@ def test_transformers_own_note_of_the_option_is_not_named_twice() -> None:
     "options",
     [
         {},
-        {"dtype": "float32", "block_size": 32},
-        {"kv_cache_dtype": "int8_per_token_head", "cache": "virtual"},
+        {"dtype": "float32", "kv_cache_dtype": "int8_per_token_head", "cache": "virtual"},
     ],
     ids=str,
 )

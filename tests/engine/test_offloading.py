@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -227,12 +227,14 @@ def shared(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
 
 
 def test_what_cannot_be_is_refused_in_words(kept: Kept, tmp_path: Path) -> None:
-    key = tmp_path / "key"
+    key, long_key = tmp_path / "key", tmp_path / "long key"
     key.write_bytes(b"short")
+    long_key.write_bytes(bytes(4097))
     for options, said in (
         (dict(cache="growing"), "cache=growing"),
         (dict(enable_prefix_caching=False), "enable_prefix_caching"),
         (dict(kv_tier_key=str(key)), "at least 32"),
+        (dict(kv_tier_key=str(long_key)), "more than 4,096 bytes"),
         (dict(kv_tier_key=str(tmp_path / "none")), "No such file"),
         (dict(kv_tier=("attic:x",)), "'attic' is no tier"),
         (dict(kv_tier=("/var/cache",)), "has no kind"),
@@ -326,14 +328,17 @@ def test_texts_are_the_same_whatever_a_tier_does(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("name", BACK_ENDS)
-def test_ten_thousand_texts_are_the_same_whatever_a_tier_does(
-    name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_thousands_of_texts_are_the_same_whatever_a_tier_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each two back ends; of each of them half as many."""
-    done = ask_a_faulty_tier(name, tmp_path, seed, 200, monkeypatch)
-    assert len(done) >= len(FAULTS) - 2, {*FAULTS} - {*done}
+    """Of each back end five thousand. How often a rare fault comes, the machine's speed decides."""
+    done = Counter[str]()
+    for seed in range(10):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        done += ask_a_faulty_tier(name, folder, seed, 200, monkeypatch)
+    assert done.keys() == {*FAULTS}
 
 
 @pytest.fixture
@@ -539,6 +544,34 @@ def test_what_is_loaded_and_evicted_before_a_request_has_it_is_waste(kept: Kept)
             assert loaded > 0
         assert offload(llm).counts.late_tokens == 0
         llm.engine.scheduler.check()
+
+
+def test_what_comes_when_no_request_waits_any_more_is_waste(kept: Kept) -> None:
+    with made(kv_tier=("kept:",)) as llm:
+        texts(llm, LENGTHS[:1])
+        until(lambda: not offload(llm).has_more)
+        (tier,) = kept.tiers.values()
+        load, entered, go_on = tier.load, threading.Event(), threading.Event()
+
+        def slow(*several: Any) -> int:
+            entered.set()
+            assert go_on.wait(20)
+            return load(*several)
+
+        tier.load = slow  # type: ignore[method-assign]
+        assert llm.reset_prefix_cache()
+        (sequence,) = llm.start(llm.request(prompts(LENGTHS)[0], GREEDY), lambda _: None)
+        llm.engine.scheduler.plan()
+        assert entered.wait(20)
+        llm.engine.finish(sequence, "abort")
+        counts, carrier = offload(llm).counts, cast(Any, offload(llm)._carrier)
+        assert (counts.num_late, counts.late_tokens) == (1, 0)
+        go_on.set()
+        until(lambda: carrier._done)
+        offload(llm).bring(llm.engine._carry_out, step_s=None)
+        assert (counts.num_late, counts.late_tokens) == (1, 96)
+        assert carrier.staging.free_bytes == carrier.staging.capacity_bytes
+        tier.load = load  # type: ignore[method-assign]
 
 
 def test_a_tier_that_cannot_forget_is_named(kept: Kept) -> None:

@@ -400,6 +400,51 @@ def test_offers_wait_for_room_in_staging_and_a_peer_for_them(
         assert goes_on(decode, params, 120)[1] == 112
 
 
+def test_a_request_waits_for_blocks_that_are_slower_than_computing(
+    where: str, expected: tuple[int, ...]
+) -> None:
+    """As long as ``wait_s`` says, whether it names the peer or finds what that has left."""
+    for wait_s, cached in ((0, 0), (60, 96)):
+        with producer(where) as prefill, consumer(where, extra={"wait_s": wait_s}) as decode:
+            offload(decode)._costs.recompute_s = lambda _: 1e-9  # type: ignore[method-assign]
+            offload(decode)._carrier.load_s = lambda _: 1.0  # type: ignore[method-assign]
+            assert goes_on(decode, left(prefill)) == (expected, cached)
+        with producer(where, extra={"wait_s": wait_s}) as heir:
+            with consumer(where, extra={"drain_to": where}) as old:
+                assert goes_on(old, None) == (expected, 0)
+                assert old.store_hottest(20.0) >= 6
+            offload(heir)._costs.recompute_s = lambda _: 1e-9  # type: ignore[method-assign]
+            offload(heir)._carrier.load_s = lambda _: 1.0  # type: ignore[method-assign]
+            assert goes_on(heir, None) == (expected, cached)
+
+
+def test_a_peer_is_asked_again_for_what_it_still_copies_out(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of a lease comes at the third question; one that has ended is asked for once."""
+    monkeypatch.setattr("quire.engine.transfer.LONGEST_AWAIT_S", 0.05)
+    answer, asked = PeerServer._await, list[int]()
+    with producer(where) as prefill, consumer(where, extra={"wait_s": 60}) as decode:
+        carrier: Any = offload(prefill)._carrier
+        room, carrier.staging.capacity_bytes = carrier.staging.capacity_bytes, 0
+
+        def count(*args: Any) -> None:
+            asked.append(1)
+            if len(asked) == 3:
+                carrier.staging.capacity_bytes = room
+            answer(*args)
+
+        monkeypatch.setattr(PeerServer, "_await", count)
+        params = left(prefill)
+        assert goes_on(decode, params)[1] == 96
+        assert len(asked) >= 3
+        until(lambda: carrier._transfer.records.is_empty)
+        asked.clear()
+        decode.reset_prefix_cache()
+        assert goes_on(decode, params)[1] == 0
+        assert len(asked) == 1
+
+
 def test_other_weights_end_all_leases(where: str) -> None:
     with producer(where) as prefill:
         left(prefill)

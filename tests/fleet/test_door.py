@@ -300,14 +300,16 @@ def test_the_fleet_is_seen() -> None:
             assert second["why"] == "replica b was killed"
             assert first["requests"] == {"length": 3}
             assert second["requests"] == {"length": 1, "lost": 1}
-            assert first["routed_tokens"] == {"none": 2 * 100 + 102}
+            sent = first["routed_tokens"].pop("none") - 300  # two pieces, of a token or more
+            assert 2 <= sent < GREEDY["max_tokens"]
+            assert not first["routed_tokens"]
             assert first["load"]["max_num_seqs"] == 32
             assert 0 < first["real_found_tokens"] <= 99
             figures = scraped((await root.get("/metrics")).body.decode())
             assert figures["quire:fleet_requests_total", "length", "a"] == 3
             assert figures["quire:fleet_requests_total", "lost", "b"] == 1
             assert figures["quire:fleet_resumed_streams_total",] == 1
-            assert figures["quire:fleet_routed_tokens_total", "none"] == 502
+            assert figures["quire:fleet_routed_tokens_total", "none"] == 500 + sent
             assert figures["quire:fleet_routed_tokens_total", "device"] == 0
             assert figures["quire:fleet_replica_up", "a"] == 1
             assert figures["quire:fleet_replica_up", "b"] == 0

@@ -152,8 +152,8 @@ def test_an_operation_says_which_key_it_needs_and_its_body_is_not_read_without(
 
     own = app_module._operations
 
-    def with_admins(service: Any) -> list[Operation]:
-        return [Operation("/administer", tokenize, ("POST",), access="admin"), *own(service)]
+    def with_admins(*arguments: Any) -> list[Operation]:
+        return [Operation("/administer", tokenize, ("POST",), access="admin"), *own(*arguments)]
 
     monkeypatch.setattr(app_module, "_operations", with_admins)
     config = ServerConfig(api_key=("alice-key",), admin_api_key=("root-key",))

@@ -32,7 +32,7 @@ def answer(
         for choice in piece["choices"]:
             text += choice["text"]
             found["finish_reason"] = choice["finish_reason"]
-        found |= piece["usage"] or {}
+        found |= piece.get("usage") or {}
     cached = (found["prompt_tokens_details"] or {}).get("cached_tokens", 0)
     assert found["finish_reason"] == "length"
     return {"text": text, "prompt": found["prompt_tokens"], "cached": cached}

@@ -24,12 +24,17 @@ CHAT = {
 
 
 def flags(role: str, **extra: Any) -> list[str]:
+    """Have a server wait for blocks as long as it takes: computing these prompts is quicker."""
     config = {
         "kv_connector": "QuireConnector",
         "kv_role": role,
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {"wait_s": 60, **extra},
     }
-    return ["--kv-transfer-config", json.dumps(config), "--kv-cache-memory-bytes", "16MiB"]
+    return [
+        *("--kv-transfer-config", json.dumps(config)),
+        *("--kv-cache-memory-bytes", "16MiB"),
+        *("--shutdown-timeout", "60"),
+    ]
 
 
 @pytest.fixture(scope="module")

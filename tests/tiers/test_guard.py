@@ -127,3 +127,87 @@ def test_what_is_not_taken_is_counted(fault: str) -> None:
     counted = tier.counted()
     assert (counted.num_stores_dropped, counted.num_errors) == (1, {"store": 1})
     assert tier.state == "broken"
+
+
+def test_no_error_comes_out_whatever_a_tier_raises(caplog: pytest.LogCaptureFixture) -> None:
+    """Tiers of other packages raise what no tier should, and memory may run out in any."""
+
+    class Buggy:
+        traits = HostMemoryTier.traits
+
+        def find(self, *_: object) -> int:
+            raise MemoryError
+
+        def load(self, *_: object) -> int:
+            return None  # type: ignore[return-value]
+
+        def store(self, *_: object) -> int:
+            raise ValueError("no such attribute")
+
+        def drop(self, *_: object) -> None:
+            raise KeyError("name")
+
+        def usage(self) -> TierUsage:
+            return TierUsage()
+
+        def clear(self, deadline: Deadline) -> None:
+            raise OSError
+
+        def close(self) -> None:
+            raise RuntimeError("closed twice")
+
+    name, record = bytes(32), memoryview(bytearray(8))
+    for ask, call in (
+        (lambda tier: tier.find([name], soon()), "find"),
+        (lambda tier: tier.load([name], [record], soon()), "load"),
+        (lambda tier: tier.store([name], [record], soon()), "store"),
+        (lambda tier: int(tier.drop([name], soon())), "drop"),
+    ):
+        tier = guarded(Buggy())
+        assert ask(tier) == 0
+        assert (tier.state, tier.counted().num_errors) == ("broken", {call: 1})
+    assert tier.clear(soon()) == "OSError"
+    assert tier.state == "suspect"
+    tier.close()
+    shown = [each for each in caplog.records if each.exc_info]
+    assert len(shown) == 6, "each with where it is from"
+    assert any("MemoryError" in each.getMessage() for each in caplog.records)
+
+
+def test_bad_records_that_lie_far_apart_are_no_sign_of_a_bad_tier() -> None:
+    tier = guarded()
+    names = stored(tier)
+    for name in names:
+        tier.note_bad(name, "checksum")
+        assert tier.state == "ok"
+        for _ in range(1000):
+            tier.note_good(1)
+
+
+@pytest.mark.parametrize(("said", "believed"), [(99, 2), (-5, 0), (1, 1)])
+def test_a_tier_counts_no_more_than_it_was_asked_for(said: int, believed: int) -> None:
+    class Boastful:
+        traits, usage = HostMemoryTier.traits, TierUsage
+
+        def __init__(self) -> None:
+            self.num_loads = 0
+
+        def find(self, *_: object) -> int:
+            return said
+
+        store = find
+
+        def load(self, *_: object) -> int:
+            self.num_loads += 1
+            return said
+
+    tier = guarded(own := Boastful())
+    names, records = [bytes(32), bytes(32)], [memoryview(bytearray(8)), memoryview(bytearray(8))]
+    assert tier.find(names, soon()) == believed
+    assert tier.load(names, records, soon()) == believed
+    assert tier.store(names, records, soon()) == believed
+    assert tier.counted().num_stored == believed
+    assert tier.counted().num_stores_dropped == 2 - believed
+    tier.is_suspect = True
+    assert (tier.find(names, soon()), tier.load(names, records, soon())) == (0, 0)
+    assert own.num_loads == 1, "a suspect tier was asked"

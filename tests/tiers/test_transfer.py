@@ -169,6 +169,30 @@ class TestLeases:
         records.check()
         assert records.is_empty
 
+    def test_a_record_stays_as_it_was_kept_while_its_buffer_is_used_again(self) -> None:
+        records, (name,) = LeasedRecords(1000, 10.0), names_of(1)
+        lease, _ = records.lease([[300]])
+        buffer = bytearray(record_of(name, 300))
+        assert records.keep(lease, name, memoryview(buffer))
+        buffer[:] = bytes(300)
+        (kept,) = records.take([name])
+        assert kept == record_of(name, 300)
+
+    def test_a_lease_ends_whose_records_were_dropped(self) -> None:
+        """Else the thread that lets peers in, which ends leases, would end itself."""
+        clock = Clock()
+        records, names = LeasedRecords(1000, 10.0, clock), names_of(2)
+        lease, _ = records.lease([[300], [300]])
+        for name in names:
+            assert records.keep(lease, name, record_of(name, 300))
+        records.drop(names[:1], soon())
+        records.check()
+        clock.now_s = 11.0
+        records.expire()
+        assert records.is_empty
+        assert records.usage().used_bytes == 0
+        records.check()
+
 
 class TestPeers:
     def test_records_are_found_loaded_stored_and_released(self, address: PeerAddress) -> None:
@@ -193,6 +217,23 @@ class TestPeers:
             assert peer.load(names, into, soon()) == 20
             waited.join()
             peer.close()
+            records.check()
+
+    def test_room_for_records_that_never_came_is_free_again(self, address: PeerAddress) -> None:
+        with served(address, size_bytes=2 * SIZE) as (server, records):
+            with asked(server.address) as peer, peer._connection(soon()) as (connection, _):
+                asks = pack_names(names_of(2), [SIZE, SIZE])
+                answer = connection.ask(FrameKind.STORE, asks, soon())
+                assert read_count(answer.body, 2) == (2, [])
+                assert records.lease([[SIZE]]) == ("", 0)
+                connection.close()
+
+            def is_free() -> bool:
+                lease, count = records.lease([[SIZE], [SIZE]])
+                records.release(lease)
+                return count == 2
+
+            until(is_free)
             records.check()
 
     def test_a_full_peer_takes_as_many_as_it_can(self, address: PeerAddress) -> None:

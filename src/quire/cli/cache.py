@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 _NO_LIMIT_S = 1e9  # of a command that a person waits for, and can end
 _TOLD_FLAWS = 20  # records that are named one by one
+_LONGEST_FIELD = 100  # characters of a namespace's description, with its name
 
 Folder: TypeAlias = Annotated[
     Path, typer.Argument(metavar="PATH", help="The folder: PATH of --kv-tier file:PATH.")
@@ -270,12 +271,20 @@ def _as_dict(each: NamespaceContents) -> dict[str, Any]:
 
 
 def _described(each: NamespaceContents) -> str:
-    """Return a namespace's plain fields on one line: those that tell models apart at a glance."""
+    """Return a namespace's plain fields on one line: those that tell models apart at a glance.
+
+    Anyone who can write to the folder may have chosen them, so no character reaches the terminal
+    that would steer it.
+    """
     if each.fingerprint is None:
         return "[dim]without a description of its own[/]"
     fields = each.fingerprint.fields
     plain = {name: value for name, value in fields.items() if not isinstance(value, dict | list)}
-    return escape(", ".join(f"{name} {value}" for name, value in plain.items()))
+    return escape(", ".join(_printable(f"{name} {value}") for name, value in plain.items()))
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text[:_LONGEST_FIELD])
 
 
 def _tell_check(

@@ -23,6 +23,7 @@ _OPTION = "kv_transfer_config"
 _OWN, _OFFLOADING = "QuireConnector", "OffloadingConnector"
 _LEASE_S = 120.0
 _LONGEST_LEASE_S = 86_400.0
+_LONGEST_WAIT_S = 3600.0
 _SIZE_BYTES = 2**30
 _MOST_PEERS = 1024
 _LOOPBACK, _ANY_ADDRESS = "127.0.0.1", ("0.0.0.0", "::")
@@ -55,6 +56,7 @@ class TransferExtras:
     listen: str | None = None  # None: tcp://kv_ip:kv_port where the role has blocks to give
     peers: tuple[str, ...] = ()  # addresses that requests may name
     lease_s: float = _LEASE_S  # that records wait for a peer
+    wait_s: float = 0.0  # that a request waits for a peer's blocks, if computing is quicker, too
     size: int = _SIZE_BYTES  # of them, in bytes
     drain_to: str | None = None  # of peers: it gets the hottest blocks when this server stops
 
@@ -66,10 +68,13 @@ class TransferExtras:
             except ValueError as error:
                 raise ConfigError(f"{name}size: {error}") from None
         in_range(f"{name}size", self.size, 1, 2**63)
-        is_number = isinstance(self.lease_s, int | float) and not isinstance(self.lease_s, bool)
-        if not is_number or not isfinite(self.lease_s) or not 0 < self.lease_s <= _LONGEST_LEASE_S:
+        if not (_is_number(self.lease_s) and 0 < self.lease_s <= _LONGEST_LEASE_S):
             raise ConfigError(
                 f"{name}lease_s={self.lease_s!r} must be above 0 and at most {_LONGEST_LEASE_S:g}"
+            )
+        if not (_is_number(self.wait_s) and 0 <= self.wait_s <= _LONGEST_WAIT_S):
+            raise ConfigError(
+                f"{name}wait_s={self.wait_s!r} must be from 0 to {_LONGEST_WAIT_S:g} seconds"
             )
         if not isinstance(self.peers, list | tuple) or len(self.peers) > _MOST_PEERS:
             raise ConfigError(
@@ -256,6 +261,11 @@ def _listed(given: Any) -> list[Any]:
     if not isinstance(given, list):
         raise ConfigError(f"{_OPTION}: secondary_tiers must be a list")
     return given
+
+
+def _is_number(value: object) -> bool:
+    """Tell whether a value of JSON is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _address(name: str, given: Any) -> PeerAddress:

@@ -15,7 +15,7 @@ from quire.kv.interface import BlockBytes, ExternalBlocks
 from quire.models.file_hashes import CannotName, KeptHashes
 from quire.models.loader import LoadedModel, looked_at, read_config
 from quire.models.model_content import ModelContent, content_of_files, model_content
-from quire.spec import Group, ModelSpec
+from quire.spec import Group, KeptWhole, ModelSpec
 from quire.spec.model_files import find_folder
 from quire.tiers.fingerprint import Fingerprint
 from quire.tiers.record import VERSION
@@ -80,7 +80,7 @@ class BlockLayout:
     groups: tuple[Group, ...]  # as they are stored, of one rank
     block_size: int  # tokens: more than the option's where a page holds more
     order: str  # of a block's bytes
-    rows: tuple[tuple[int, ...], ...]  # of each group: bytes of a block, in each of its tensors
+    rows: tuple[tuple[int, ...], ...]  # of each group: bytes of a token, or state, in each tensor
 
     @classmethod
     def of(cls, accounting: Accounting, storage: Storage) -> "BlockLayout":
@@ -88,12 +88,14 @@ class BlockLayout:
         groups = accounting.groups
         if not isinstance(accounting, ExternalBlocks) or not isinstance(storage, BlockBytes):
             return cls(groups=groups, block_size=0, order="ranges", rows=((),) * len(groups))
+        block_size = accounting.index.block_size
+        tokens = [1 if isinstance(group.spec, KeptWhole) else block_size for group in groups]
         return cls(
             groups=groups,
-            block_size=accounting.index.block_size,
+            block_size=block_size,
             order=storage.block_order,
             rows=tuple(
-                tuple(rows.shape[1] for rows in storage.block_rows(number))
+                tuple(rows.shape[1] // tokens[number] for rows in storage.block_rows(number))
                 for number in range(len(groups))
             ),
         )

@@ -7,7 +7,7 @@ requests may name. ``ThreadedCarrier`` moves bytes, ``scheduling.offers`` decide
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, final
 from uuid import uuid4
@@ -179,14 +179,27 @@ class PeerTransfer:
         left = self._leased if self._has_pushed and not self.records.is_empty else None
         return tuple(tier for tier in (peer, left) if tier is not None)
 
-    def wait_for(self, remote: RemoteBlocks, deadline: Deadline) -> None:
-        """Give a peer a while to copy out what it has leased."""
+    def least_wait_s(self, remote: RemoteBlocks | None) -> float:
+        """Return the seconds that a sequence waits for what peers have left, at the least."""
+        wait_s = self._config.extras.wait_s
+        return wait_s if wait_s and any(tier.may_load for tier in self.tiers_for(remote)) else 0.0
+
+    def wait_for(
+        self, remote: RemoteBlocks, deadline: Deadline, is_wanted: Callable[[], bool]
+    ) -> None:
+        """Give a peer a while to copy out what it has leased, as long as that ``is_wanted``."""
         peer = self._peer(remote)
         if peer is None or not peer.may_load:
             return
-        wait_s = min(LONGEST_AWAIT_S, _AWAIT_SHARE * deadline.left_s)
+        link = self._links[_address(remote)]
+        most_s = max(LONGEST_AWAIT_S, self._config.extras.wait_s)
+        until = Deadline.after(min(most_s, _AWAIT_SHARE * deadline.left_s))
         try:
-            self._links[_address(remote)].wait(remote.lease, wait_s, deadline)
+            while is_wanted() and (wait_s := min(LONGEST_AWAIT_S, until.left_s)):
+                asked = Deadline.after(wait_s)
+                # What is not there, and was not waited for, will not come: the lease has ended.
+                if link.wait(remote.lease, wait_s, deadline) or asked.left_s:
+                    break
         except TierError as error:
             peer.note_failed("find", error)
 

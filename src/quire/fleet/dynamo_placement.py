@@ -249,4 +249,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
+        left = asyncio.all_tasks(loop)  # begun in the moment of the end
+        for each in left:
+            each.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.close()

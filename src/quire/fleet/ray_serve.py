@@ -202,6 +202,8 @@ class ServedReplica:
     Those for a door have the keywords ``to``, the replica that was chosen, and ``roll``.
     """
 
+    _local: "LocalReplica | None" = None  # until it is made, and after its end
+
     def __init__(
         self,
         model: str | None,
@@ -211,7 +213,6 @@ class ServedReplica:
         publishes: bool,
         shutdown_s: float,
     ) -> None:
-        self._local: Any = None  # a LocalReplica
         self.name = serve.get_replica_context().replica_id.unique_id
         self._node = ray.util.get_node_ip_address()
         self._shutdown_s = shutdown_s

@@ -1,5 +1,8 @@
 """``GuardedTier``: a tier as an engine uses it: no error comes out, and none is repeated for long.
 
+That goes for errors which no tier should raise, too: a tier may be of another package, and memory
+may run out within any.
+
 A tier that raises errors is left alone for one second, then for two, and so on up to a minute:
 reads and writes apart. A tier that has given two bad records of a thousand is *suspect*: nothing is
 loaded from it until an administrator trusts it again.
@@ -54,11 +57,13 @@ class Breaker:
         """Whether the last call failed."""
         return self._break_s > 0
 
-    def note_failure(self, error: TierError) -> None:
+    def note_failure(self, error: Exception) -> None:
         """Leave the tier alone for a while; twice as long as the last time."""
         with self._lock:
             if not self._break_s:
-                log.warning("tier %s: %s fails, and goes on without it: %s", *self._words, error)
+                log.warning(
+                    "tier %s: %s fails, and goes on without it: %s", *self._words, told_of(error)
+                )
             self._break_s = min(_LONGEST_BREAK_S, max(1.0, 2 * self._break_s))
             self._open_until_s = time.monotonic() + self._break_s
 
@@ -152,12 +157,12 @@ class GuardedTier:
         if not (names and self.may_load):
             return 0
         try:
-            count = self._tier.find(names, deadline)
-        except TierError as error:
+            count = max(0, min(self._tier.find(names, deadline), len(names)))
+        except Exception as error:
             self._failed("find", error, self._reads)
             return 0
         self._reads.note_success()
-        return max(0, min(count, len(names)))
+        return count
 
     def load(self, names: Sequence[Name], into: Sequence[memoryview], deadline: Deadline) -> int:
         """Fill the first of these buffers. Return how many; they are still to be checked."""
@@ -165,12 +170,11 @@ class GuardedTier:
             return 0
         begun_s = time.monotonic()
         try:
-            count = self._tier.load(names, into, deadline)
-        except TierError as error:
+            count = max(0, min(self._tier.load(names, into, deadline), len(names)))
+        except Exception as error:
             self._failed("load", error, self._reads)
             return 0
         self._reads.note_success()
-        count = max(0, min(count, len(names)))
         with self._lock:
             self.counts.load_s += time.monotonic() - begun_s
         return count
@@ -217,7 +221,7 @@ class GuardedTier:
         if self.may_store:
             try:
                 count = max(0, min(self._tier.store(names, records, deadline), len(names)))
-            except TierError as error:
+            except Exception as error:
                 self._failed("store", error, self._writes)
             else:
                 self._writes.note_success()
@@ -233,7 +237,7 @@ class GuardedTier:
         """Have the tier forget these records. Return whether it has."""
         try:
             self._tier.drop(names, deadline)
-        except TierError as error:
+        except Exception as error:
             self._failed("drop", error, self._writes)
             return False
         self._usage = self._usage_now()
@@ -253,10 +257,10 @@ class GuardedTier:
         self._is_stale = True
         try:
             self._tier.clear(deadline)
-        except TierError as error:
+        except Exception as error:
             self._failed("clear", error, self._writes)
             self._is_stale = True  # also where it was trusted meanwhile
-            return str(error)
+            return told_of(error)
         self._is_stale = False
         self._usage = self._usage_now()
         return None
@@ -278,8 +282,9 @@ class GuardedTier:
         """Give back what this process holds of the tier."""
         try:
             self._tier.close()
-        except TierError as error:
-            log.warning("tier %s: %s", self.name, error)
+        except Exception as error:
+            self._show(error)
+            log.warning("tier %s: %s", self.name, told_of(error))
         if not self.traits.outlives_process:
             self._usage = replace(self._usage, num_records=0, used_bytes=0)
 
@@ -290,7 +295,18 @@ class GuardedTier:
             log.debug("tier %s does not say what it holds", self.name, exc_info=True)
             return TierUsage()
 
-    def _failed(self, call: TierCall, error: TierError, breaker: Breaker) -> None:
+    def _failed(self, call: TierCall, error: Exception, breaker: Breaker) -> None:
         with self._lock:
             self.counts.num_errors[call] += 1
+        self._show(error)
         breaker.note_failure(error)
+
+    def _show(self, error: Exception) -> None:
+        """Show where an error is from that no tier should raise."""
+        if not isinstance(error, TierError):
+            log.error("tier %s raised what no tier should", self.name, exc_info=error)
+
+
+def told_of(error: Exception) -> str:
+    """Return an error's words, or its kind where it has none."""
+    return str(error) or type(error).__name__

@@ -224,6 +224,7 @@ class ThreadedCarrier:
     ) -> bool:
         buffer = self.staging.take(group, share=_STORE_SHARE)
         if buffer is None:
+            self._storing.wake()  # there may be room when no step is run any more
             return False
         begun_s = time.perf_counter()
         self._copies.out(group, block, buffer)
@@ -284,6 +285,9 @@ class ThreadedCarrier:
     def skip(self, group: int, lease: str) -> None:
         self._peers.skip(group, lease)
 
+    def least_wait_s(self, remote: RemoteBlocks | None) -> float:
+        return self._peers.least_wait_s(remote)
+
     def release_remote(self, remote: RemoteBlocks) -> None:
         self._loading.put(partial(self._peers.release, remote))
 
@@ -340,17 +344,25 @@ class CallThread:
 
     def __init__(self, name: str) -> None:
         # Is called while there are no calls: False, to be asked again soon. Set once, by another.
+        # After an error it is not asked before the next call.
         self.when_idle: Callable[[], bool] | None = None
+        self._may_sleep = False  # it waits for a call, or is about to
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._make_all, name=name, daemon=True)
 
     def start(self) -> None:
         """Begin."""
+        self._may_sleep = True
         self._thread.start()
 
     def put(self, call: _Call) -> None:
         """Have a call made. Its errors are logged."""
         self._calls.put(call)
+
+    def wake(self) -> None:
+        """Have ``when_idle`` asked again: there is more to do, though no call says so."""
+        if self._may_sleep and self._thread is not threading.current_thread():
+            self._calls.put(_pass)
 
     def make_one(self) -> bool:
         """Make the next call in the caller's thread. Return whether there was one."""
@@ -386,8 +398,21 @@ class CallThread:
         while self.when_idle is not None:
             with suppress(Empty):
                 return self._calls.get_nowait()
-            if self.when_idle():
+            self._may_sleep = True  # before it is asked, so that no call to wake up is lost
+            if self._is_done():
                 break
+            self._may_sleep = False
             with suppress(Empty):
                 return self._calls.get(timeout=_IDLE_S)
         return self._calls.get()
+
+    def _is_done(self) -> bool:
+        try:
+            return self.when_idle is None or self.when_idle()
+        except Exception:  # without this thread nothing would be stored or forgotten any more
+            log.exception("tiers: blocks cannot be stored while the engine is idle")
+            return True
+
+
+def _pass() -> None:
+    """Do nothing."""

@@ -1,6 +1,5 @@
 """``Forgetting``: tiers are made to forget blocks, or all; meanwhile these are not found."""
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +11,6 @@ from quire.engine.transfer import PeerTransfer
 from quire.kv.prefix_index import BlockIdentity
 from quire.tiers import Deadline
 from quire.tiers.guard import GuardedTier
-
-log = logging.getLogger(__name__)
 
 _DROP_S = 10.0  # that dropping some blocks' records may take
 _DROP_AGAIN_S = 1.0  # after a tier has refused to
@@ -77,12 +74,7 @@ class Forgetting:
         """Have tiers forget all of this namespace, and peers' leases. Say why one has not."""
         deadline, left = Deadline.after(CLEAR_S), dict[str, str]()
         for tier in self._tiers:  # one that fails is not loaded from, so the others may be
-            try:
-                why = tier.clear(deadline)
-            except Exception as error:  # of a tier of another package
-                log.exception("tier %s cannot be cleared", tier.name)
-                why = str(error) or type(error).__name__
-            if why is not None:
+            if (why := tier.clear(deadline)) is not None:
                 left[tier.name] = why
         if self._transfer is not None:
             self._transfer.records.release_all()

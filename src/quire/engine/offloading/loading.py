@@ -105,7 +105,7 @@ class RecordLoader:
             count = max(0, min(count, room))
         begun_s = time.perf_counter()
         if job.remote is not None and self._transfer is not None:
-            self._transfer.wait_for(job.remote, deadline)
+            self._transfer.wait_for(job.remote, deadline, lambda: not job.is_given_up)
         run = self._run(job, count, deadline)
         end, trailing = job.first + len(run), list[_Wanted]()
         job.lacking = job.blocks[len(run) : count]
@@ -121,7 +121,7 @@ class RecordLoader:
         self._note_time(job, time.perf_counter() - begun_s)
 
     def _note_time(self, job: LoadJob, took_s: float) -> None:
-        if job.end > job.first:
+        if job.end > job.first and job.remote is None:  # a peer's times say nothing of tiers
             self.times.note(job.end - job.first, took_s)
         with self._lock:
             for tier in {loaded.tier for loaded in payloads_of(job).values()}:
@@ -196,8 +196,12 @@ class RecordLoader:
                     break
                 several.append(each)
                 buffers.append(buffer)
-            count = self._load_batch(job, tier, several, buffers, deadline)
-            self._staging.give(buffers[count:])
+            before = len(job.payloads)
+            try:
+                self._load_batch(job, tier, several, buffers, deadline)
+            finally:  # memory may run out where a seal is opened
+                count = len(job.payloads) - before
+                self._staging.give(buffers[count:])
             done += count
             if not count or count < len(several):
                 break
@@ -210,8 +214,8 @@ class RecordLoader:
         several: list[_Wanted],
         buffers: list[Bytes],
         deadline: Deadline,
-    ) -> int:
-        """Load records of one tier into buffers. Return how many are good, from the first one."""
+    ) -> None:
+        """Load records of one tier into buffers. The job has the good ones, from the first one."""
         views = [
             buffer.data[-tier.formats[each.group].num_bytes :]
             for each, buffer in zip(several, buffers, strict=True)
@@ -230,4 +234,3 @@ class RecordLoader:
             good += 1
         kept = [(each.name, each.group, each.identity) for each in several[:good]]
         self._events.note_kept(tier, kept)
-        return good

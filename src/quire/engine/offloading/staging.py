@@ -23,7 +23,10 @@ class Staging:
         self._free: dict[int, list[Bytes]] = {}  # by size
 
     def take(self, group: int, *, share: float = 1.0) -> Bytes | None:
-        """Take a buffer for a group's record, while less than a share of the capacity is taken."""
+        """Take a buffer for a group's record, while less than a share of the capacity is taken.
+
+        Return None where there is none, or the system has no memory for it.
+        """
         num_bytes = self.sizes[group]
         with self._lock:
             if self._used_bytes + num_bytes > self.capacity_bytes * share:
@@ -36,7 +39,13 @@ class Staging:
                 while several and self._held_bytes > self.capacity_bytes:
                     several.pop()
                     self._held_bytes -= size
-        return np.empty(num_bytes, np.uint8)
+        try:
+            return np.empty(num_bytes, np.uint8)
+        except MemoryError:
+            with self._lock:
+                self._used_bytes -= num_bytes
+                self._held_bytes -= num_bytes
+            return None
 
     def give(self, buffers: Iterable[Bytes]) -> None:
         """Give buffers back."""

@@ -42,6 +42,13 @@ class BlockTransfer(Protocol):
         """Note that a block does not come that memory was leased for."""
         ...
 
+    def least_wait_s(self, remote: RemoteBlocks | None) -> float:
+        """Return the seconds that a sequence waits for what peers have left, at the least.
+
+        0: there is nothing of theirs, or it waits no longer than computing takes.
+        """
+        ...
+
     def release_remote(self, remote: RemoteBlocks) -> None:
         """Tell a peer, at some time, that its blocks are not needed any more."""
         ...
@@ -121,6 +128,10 @@ class Offers:
         self._transfer.end_leases()
 
     # -- of another server -------------------------------------------------------------------------
+
+    def least_wait_s(self, remote: RemoteBlocks | None) -> float:
+        """Return the seconds that a sequence waits for what peers have left, at the least."""
+        return self._transfer.least_wait_s(remote)
 
     def forget(self, sequence: Sequence) -> None:
         """Note that a sequence needs no blocks of another server any more."""

@@ -175,7 +175,7 @@ class OffloadPolicy:
             self._note_lost(job)
             if job.is_given_up:
                 self._late.remove(job)
-                self._carrier.release(job)
+                self._release_late(job)
         stop_s = None if step_s is None else self._clock() + _SHARE_OF_A_STEP * step_s
         for job in [job for job in self._jobs.values() if job.is_done]:
             if job.end > job.first and not self._insert(job, settle, stop_s):
@@ -193,7 +193,10 @@ class OffloadPolicy:
     def _ask(self, sequence: Sequence, token_ids: TokenIds, hit: PrefixHit) -> bool:
         """Ask tiers for what follows a hit, if that may pay. Return whether they are asked."""
         size = self._block_size
-        remote = None if self.offers is None else sequence.remote
+        remote, least_s = None, 0.0
+        if self.offers is not None:
+            remote = sequence.remote
+            least_s = self.offers.least_wait_s(remote)
         first, end = hit.num_tokens // size, (len(token_ids) - 1) // size
         asks_left = self._asks_left.get(sequence.seq_id, _MOST_ASKS)
         if end <= first or not asks_left:
@@ -206,12 +209,13 @@ class OffloadPolicy:
         self._asks_left[sequence.seq_id] = 0
         recompute_s = self._costs.recompute_s(len(blocks) * size)
         # What loading has taken lately says nothing of a peer that was not asked.
-        if self._carrier.load_s(len(blocks)) >= recompute_s and remote is None:
+        is_told_to = least_s > 0 or remote is not None
+        if self._carrier.load_s(len(blocks)) >= recompute_s and not is_told_to:
             # What was slow once need not be slow for ever: some ask all the same.
             self._num_slow += 1
             if self._num_slow % _SLOW_ASKS:
                 return False
-        wait_s = min(recompute_s, _LONGEST_WAIT_S)
+        wait_s = max(least_s, min(recompute_s, _LONGEST_WAIT_S))
         job = LoadJob(
             seq_id=sequence.seq_id,
             keys=sequence.request.keys,
@@ -232,12 +236,16 @@ class OffloadPolicy:
         """Wait no longer for a job; what it has brought may go to a nearer tier."""
         del self._jobs[job.seq_id]
         self.counts.num_late += 1
-        self.counts.late_tokens += max(0, job.end - job.first) * self._block_size
         job.is_given_up = True
         if job.is_done:
-            self._carrier.release(job)
+            self._release_late(job)
         else:
             self._late.append(job)
+
+    def _release_late(self, job: LoadJob) -> None:
+        """Count what a job has brought for nothing, which is known once it is done."""
+        self.counts.late_tokens += (job.end - job.first) * self._block_size
+        self._carrier.release(job)
 
     def _note_lost(self, job: LoadJob) -> None:
         """Note which blocks have no record any more, so that they are stored again."""

@@ -106,7 +106,7 @@ class LoadTimes:
     def __init__(self) -> None:
         # Of loads with their blocks, and one question, as parts of their seconds.
         self._moments, self._parts = np.zeros((2, 2)), np.zeros(2)
-        self._block_s = self._question_s = 0.0
+        self._fitted = 0.0, 0.0  # of a block and a question: one value, which threads share
 
     def note(self, num_blocks: int, seconds: float) -> None:
         """Note a load of so many blocks, at least one."""
@@ -116,11 +116,13 @@ class LoadTimes:
         share = _NEW_SHARE if self._parts.any() else 1.0
         self._moments += share * (np.outer(parts, parts) - self._moments)
         self._parts += share * (parts - self._parts)
-        self._block_s, self._question_s = _fit(self._moments, self._parts)
+        block_s, question_s = _fit(self._moments, self._parts)
+        self._fitted = block_s, question_s
 
     def seconds(self, num_blocks: int) -> float:
         """Return what loading so many blocks is expected to take; 0 before the first load."""
-        return self._question_s + num_blocks * self._block_s
+        block_s, question_s = self._fitted
+        return question_s + num_blocks * block_s
 
 
 def mean_of_latest(mean: float, new: float) -> float:
