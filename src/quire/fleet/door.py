@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, final
 from starlette.applications import Starlette
 
 from quire.config import FleetConfig, ServerConfig
-from quire.errors import QuireError
+from quire.errors import QuireError, one_line
 from quire.fleet.dynamo_placement import DynamoPlacement
 from quire.fleet.event_follower import ZmqFollower
 from quire.fleet.fleet_engine import EventFollower, FleetEngine
@@ -149,8 +149,8 @@ class _Members:
     async def _join(self, engine: FleetEngine, replica: WatchedReplica) -> None:
         try:
             await engine.join(replica)
-        except QuireError as error:
-            log.error("replica %s cannot join the fleet: %s", replica.name, error)
+        except Exception as error:
+            log.error("replica %s cannot join the fleet: %s", replica.name, one_line(error))
 
     async def _see_off(self, engine: FleetEngine, replica: WatchedReplica) -> None:
         with suppress(QuireError):  # it never was in

@@ -27,7 +27,7 @@ from quire.config import (
     wait_patiently,
 )
 from quire.config.keys import is_loopback
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, QuireError, one_line
 from quire.fleet.fleet_plan import APP, DOOR, REPLICA, STORE_S, FleetPlan
 from quire.fleet.scaling import BUSY, QUEUED_S, wanted_replicas
 
@@ -114,7 +114,9 @@ class ChosenReplica(RequestRouter):  # type: ignore[misc]
         """Return the chosen replica alone, or all."""
         keywords = {} if pending_request is None else pending_request.kwargs
         roll, to = keywords.get("roll"), keywords.get("to")
-        if isinstance(roll, Roll) and roll is not self._roll:
+        # No look at its class: Serve may have brought this one here by value, and with it another
+        # class of that name.
+        if roll is not None and roll is not self._roll:
             self._roll = roll
             roll.note(candidate_replicas)
         chosen = [each for each in candidate_replicas if each.replica_id.unique_id == to]
@@ -453,8 +455,8 @@ class RayReplica:
                     self._last = self._fresh = report
                     self._told.set()
             self._lost = ReplicaLost(f"replica {self._name} reports no longer")
-        except QuireError as error:
-            self._lost = ReplicaLost(str(error))
+        except Exception as error:
+            self._lost = ReplicaLost(f"replica {self._name} cannot be watched: {one_line(error)}")
         self._told.set()
 
     async def _call(self, method: str, *args: Any) -> Any:
@@ -493,7 +495,7 @@ def _told_as_ours(name: str) -> Iterator[None]:
         if isinstance(error.cause, QuireError):
             raise error.cause from None
         raise ReplicaLost(f"replica {name} has failed: {error.cause!r}") from error
-    except RayError as error:
+    except (RayError, RayServeException) as error:
         raise ReplicaLost(f"replica {name} has ended ({type(error).__name__})") from error
 
 

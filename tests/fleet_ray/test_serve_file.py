@@ -1,0 +1,84 @@
+"""The fleet that ``quire fleet --print-config`` describes, behind Serve's own proxy."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fleet_ray.fleet_process import COMMAND
+
+pytestmark = pytest.mark.ray
+
+# In a process of its own, whose logging and signals Ray may change.
+SERVED = """
+import sys
+
+import httpx
+import yaml
+
+from quire.config import prepare_own_ray
+
+prepare_own_ray()
+import ray
+from ray import serve
+
+from quire.fleet.ray_serve import build
+
+config = yaml.safe_load(open(sys.argv[1]))
+ray.init(
+    address="local",
+    num_cpus=8,
+    include_dashboard=False,
+    log_to_driver=False,
+    _node_ip_address="127.0.0.2",
+)
+try:
+    serve.start(proxy_location=config["proxy_location"], http_options=config["http_options"])
+    (application,) = config["applications"]
+    assert application["import_path"] == f"{build.__module__}:{build.__name__}"
+    serve.run(
+        build(application["args"]),
+        name=application["name"],
+        route_prefix=application["route_prefix"],
+    )
+    http = config["http_options"]
+    url = f"http://{http['host']}:{http['port']}/v1/completions"
+    body = {"model": "demo", "prompt": "def f(x):", "max_tokens": 8, "temperature": 0}
+    whole = httpx.post(url, json=body, timeout=60, trust_env=False)
+    print(whole.status_code, whole.json()["usage"]["completion_tokens"])
+    streamed = httpx.post(url, json={**body, "stream": True}, timeout=60, trust_env=False)
+    print(streamed.status_code, streamed.text.strip().splitlines()[-1])
+finally:
+    serve.shutdown()
+    ray.shutdown()
+"""
+
+
+def test_the_printed_file_is_served(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        free_port = own.getsockname()[1]
+    with file.open("wb") as writes:
+        subprocess.run(
+            [
+                *(sys.executable, "-c", COMMAND, "fleet", "--print-config", "--replicas", "1"),
+                *("--kv-cache-memory-bytes", "64MiB", "--shutdown-timeout", "2"),
+                *("--host", "127.0.0.1", "--port", str(free_port)),
+            ],
+            stdout=writes,
+            check=True,
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", SERVED, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    said = done.stdout.splitlines()  # with what Ray says of its own end
+    assert said[:2] == ["200 8", "200 data: [DONE]"], done.stderr
