@@ -67,6 +67,12 @@ class FleetProcess:
     def replicas(self) -> list[psutil.Process]:
         return [each for each in self.processes(REPLICA) if each.status() != "zombie"]
 
+    def busiest(self) -> psutil.Process:
+        """The replica that computes: streams run there."""
+        used = {each: each.cpu_times().user for each in self.replicas()}
+        time.sleep(0.1)
+        return max(used, key=lambda each: each.cpu_times().user - used[each])
+
     def end(self, asked: signal.Signals | None = None) -> int:
         """Its exit code, once it has ended; no process of its Ray is left then."""
         self.processes("")
