@@ -16,19 +16,18 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TypeAlias, final
 
-from quire.engine.scheduling.block_carrier import LoadJob, TierReport, columns_read
-from quire.engine.scheduling.step_costs import LoadTimes
+from quire.engine.scheduling.block_carrier import LoadJob, TierReport, columns_read, reads_all
+from quire.engine.scheduling.step_costs import LoadTimes, mean_of_latest
 from quire.kv.prefix_index import BlockEvent, BlockIdentity
 from quire.planner.kept_records import KeptRecords
 from quire.planner.planned_tiers import RECORDS_A_CALL, PlannedTier
 from quire.planner.simulation.cost_model import StepCosts
 from quire.planner.simulation.simulated_engine import VirtualClock
-from quire.spec import Group, KeptWhole
+from quire.spec import Group
 from quire.tiers import Name
 
 # As in ``engine.offloading``.
 _STORE_SHARE = 0.5  # of staging memory, that may hold what is to be stored
-_NEW_SHARE = 0.2  # of a new measurement, in a mean
 _MOST_TRIED = 64  # ends of a prefix, where windows or states must be there too
 _CLOSE_S = 5.0  # to store what was copied out
 
@@ -94,7 +93,7 @@ class VirtualCarrier:
         self._groups, self._block_size = tuple(groups), block_size
         self._costs, self._clock = costs, clock
         self._sizes = tiers[0].planned.record_bytes
-        self._everywhere = [n for n, group in enumerate(groups) if _is_full(group)]
+        self._everywhere = [n for n, group in enumerate(groups) if reads_all(group)]
         self._elsewhere = [n for n in range(len(groups)) if n not in self._everywhere]
         self._column_bytes = sum(self._sizes[n] for n in self._everywhere)
         self._end_bytes = sum(
@@ -149,7 +148,7 @@ class VirtualCarrier:
         self._staged_bytes += size
         copy_s = size * self._costs.save_s_per_byte
         self._clock.now_s += copy_s
-        self._copy_s = _mean(self._copy_s, copy_s)
+        self._copy_s = mean_of_latest(self._copy_s, copy_s)
         self._outgoing.append(_Record(group, -1, identity, _name(group, identity), -1))
         return True
 
@@ -259,7 +258,7 @@ class VirtualCarrier:
             return sum(self._store_s_of(records, of) for of, records in self._promoted(task))
         seconds = self._store_s_of(task, len(self.tiers))
         if self._shares_processor:
-            self._store_s = _mean(self._store_s, seconds / len(task))
+            self._store_s = mean_of_latest(self._store_s, seconds / len(task))
         return seconds
 
     def _end(self, task: _Task, now_s: float) -> None:
@@ -427,12 +426,3 @@ class VirtualCarrier:
 def _name(group: int, block: BlockIdentity) -> Name:
     """Name a record. A tier's own names are hashes too, of the block's chain and more."""
     return bytes((block.chain[0] ^ group,)) + block.chain[1:] if group else block.chain
-
-
-def _is_full(group: Group) -> bool:
-    """Tell whether a sequence reads all of its blocks in a group, however long it is."""
-    return not isinstance(group.spec, KeptWhole) and int(group.live_start(2**40)) == 0
-
-
-def _mean(mean: float, new: float) -> float:
-    return new if not mean else mean + _NEW_SHARE * (new - mean)
