@@ -1,6 +1,9 @@
 """What the documents promise holds: commands, links, code blocks and examples."""
 
+import ast
+import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,8 +11,9 @@ import pytest
 from forks import run_fork
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = ("docs", "benchmarks", "examples")
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+    [*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
 )
 AREA = "benchmarks.AREA.NAME"  # how benchmarks are run, said once
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -91,12 +95,36 @@ def test_every_python_block_compiles_and_some_run(path: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_every_example_is_short_and_runs(path: Path, tmp_path: Path) -> None:
-    num_lines = len(path.read_text(encoding="utf-8").splitlines())
+    text = path.read_text(encoding="utf-8")
+    num_lines = len(text.splitlines())
     most = MAX_PLUGIN_LINES if path.stem in PLUGINS else MAX_EXAMPLE_LINES
     assert num_lines <= most, f"{num_lines} lines: it has at most {most}, to be read at a glance"
+    assert f"\nRun: python examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
     done = run_fork(RUN, str(path), cwd=tmp_path, timeout=300)
+    if path.stem == "evaluate" and find_spec("lm_eval") is None:
+        assert done.returncode == 1
+        assert 'pip install "lm-eval[api]"' in done.stderr
+        return
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "an example prints what it shows"
+
+
+def test_an_example_takes_a_model(tmp_path: Path) -> None:
+    folder = ROOT / "src" / "quire" / "demo_model"
+    asked = tmp_path / "in.jsonl"
+    asked.write_text('{"prompt": "def f(x):", "max_tokens": 2}\n{"prompt": "a = "}\n')
+    batch = str(ROOT / "examples" / "batch.py")
+    done = run_fork(RUN, batch, str(folder), str(asked), cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["line"] for answer in answers] == [1, 2]  # the short one ends first
+    assert all(answer["finish_reason"] == "length" for answer in answers)
+
+
+def test_the_table_of_examples_is_whole() -> None:
+    table = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[(\S+\.py)\]\(\1\)", table, re.MULTILINE)
+    assert sorted(listed) == [path.name for path in EXAMPLES]
 
 
 def test_no_test_is_marked_slow() -> None:
