@@ -12,23 +12,24 @@ import sys
 from own_server import own_server
 
 try:
+    from datasets import Dataset
     from lm_eval import simple_evaluate
 except ImportError:
     sys.exit('lm-eval is not there. Install it beside Quire: pip install "lm-eval[api]"')
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else None  # None: the demo model, which knows Python only
-LINES = {
-    "def add(a, b):\n    return a": [" + b", " zebra 7"],
-    "for i in range(10):\n    print(": ["i)", "]{;"],
-    "import os\nimport ": ["sys", "}}}"],
-}
+LINES = [
+    {"text": "def add(a, b):\n    return a", "ends": [" + b", " zebra 7"]},
+    {"text": "for i in range(10):\n    print(", "ends": ["i)", "]{;"]},
+    {"text": "import os\nimport ", "ends": ["sys", "}}}"]},
+]
 OWN = {
     "task": "python_or_not",
-    "custom_dataset": lambda: {"test": [{"text": t, "choices": c} for t, c in LINES.items()]},
+    "custom_dataset": lambda **_: {"test": Dataset.from_list(LINES)},
     "test_split": "test",
     "output_type": "multiple_choice",
     "doc_to_text": "{{text}}",
-    "doc_to_choice": "{{choices}}",
+    "doc_to_choice": "{{ends}}",
     "doc_to_target": 0,
     "target_delimiter": "",
     "metric_list": [{"metric": "acc"}],
@@ -36,5 +37,4 @@ OWN = {
 with own_server(MODEL) as url:
     args = {"model": "any", "base_url": f"{url}/v1/completions", "tokenizer_backend": "remote"}
     found = simple_evaluate("local-completions", args, tasks=sys.argv[2:] or [OWN])
-for task, figures in found["results"].items():
-    print(task, figures)
+print(found["results"])

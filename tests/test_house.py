@@ -127,6 +127,20 @@ def test_the_table_of_examples_is_whole() -> None:
     assert sorted(listed) == [path.name for path in EXAMPLES]
 
 
+def test_the_figures_of_the_readme_are_those_of_the_measurements() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[\w[^|]*\]\((benchmarks/\S+)\)(.*)\|$", readme, re.MULTILINE)
+    assert len(rows) > 4
+    for page, row in rows:
+        measured = (ROOT / page).read_text(encoding="utf-8")
+        _, ours, theirs, command, _ = row.split("|")
+        for figure in re.findall(r"[\d.,]*\d(?: (?:MiB|GiB|ms))?", ours + theirs):
+            assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d]|[.,]\d)", measured), figure
+        area = Path(page).parent.name
+        for given in re.findall(r"`(.+)`", command):
+            assert f"python -m benchmarks.{area}.{given}" in measured, given
+
+
 def test_no_test_is_marked_slow() -> None:
     slow = [
         f"{name_of(path)}:{number}"
