@@ -25,8 +25,8 @@ def count(arguments: str) -> str:
 
 
 messages = [{"role": "user", "content": "# How many lines has this program?\n"}]
-with own_server(MODEL) as url, OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-    ask = {"model": client.models.list().data[0].id, "max_tokens": 60, "temperature": 0}
+with own_server(MODEL) as (url, name), OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    ask = {"model": name, "max_tokens": 60, "temperature": 0}
     ask["tools"] = [{"type": "function", "function": TOOL}]
     while len(messages) < 10 and messages[-1]["role"] != "assistant":
         ask["tool_choice"] = "required" if MODEL is None and len(messages) == 1 else "auto"

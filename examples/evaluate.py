@@ -34,7 +34,7 @@ OWN = {
     "target_delimiter": "",
     "metric_list": [{"metric": "acc"}],
 }
-with own_server(MODEL) as url:
-    args = {"model": "any", "base_url": f"{url}/v1/completions", "tokenizer_backend": "remote"}
+with own_server(MODEL) as (url, name):
+    args = {"model": name, "base_url": f"{url}/v1/completions", "tokenizer_backend": "remote"}
     found = simple_evaluate("local-completions", args, tasks=sys.argv[2:] or [OWN])
 print(found["results"])

@@ -20,15 +20,15 @@ from quire.server.app import make_app
 
 
 @contextmanager
-def own_server(model: str | None = None) -> Iterator[str]:
-    """Yield the address of a server that has the model; None is the demo model."""
+def own_server(model: str | None = None) -> Iterator[tuple[str, str]]:
+    """Yield the address of a server and its model's name there; None is the demo model."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         app = make_app(llm := quire.AsyncLLM(model), ServerConfig())
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         thread = Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            yield "http://{}:{}".format(*listener.getsockname())
+            yield "http://{}:{}".format(*listener.getsockname()), app.state.service.model_name
         finally:
             server.should_exit = True
             thread.join()
@@ -36,5 +36,5 @@ def own_server(model: str | None = None) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    with own_server(*sys.argv[1:2]) as url:
-        print(url, "has", httpx.get(f"{url}/v1/models").json()["data"][0]["id"])
+    with own_server(*sys.argv[1:2]) as (url, name):
+        print(f"{name} at {url}:", httpx.get(f"{url}/v1/models").json())
