@@ -2,8 +2,8 @@
 
 Hatchling calls this when it builds (``[tool.hatch.metadata.hooks.custom]`` in ``pyproject.toml``).
 On an index the README is alone: its pictures and pages are in the repository. With ``repository``
-set, its relative links become addresses there. Without, a picture is left out and a link becomes its
-text, so that nothing is dead.
+set, its relative links become addresses there. Without, a picture is left out and a link becomes
+its text, so that nothing is dead.
 """
 
 import re
