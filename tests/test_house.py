@@ -1,14 +1,11 @@
-"""What the documents promise holds: commands, links, code blocks and examples."""
+"""What the documents promise holds: commands, links, code blocks and figures."""
 
-import ast
-import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from forks import run_fork
+from forks import run_program
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", "benchmarks", "examples")
@@ -16,9 +13,6 @@ DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
 )
 AREA = "benchmarks.AREA.NAME"  # how benchmarks are run, said once
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-MAX_EXAMPLE_LINES, MAX_PLUGIN_LINES = 40, 90
-PLUGINS = ("attention_backend", "eviction_policy", "tier")  # whole ones, which guides explain
 
 # A block below this line is run, not only compiled. It must end by itself, offline, in seconds.
 RUNS = "<!-- this block is run by the tests -->"
@@ -43,11 +37,6 @@ def blocks(path: Path) -> list[tuple[int, str, bool]]:
         )
         for match in BLOCK.finditer(text)
     ]
-
-
-RUN = "import os, runpy, sys\nsys.path.insert(0, os.path.dirname(sys.argv[1]))\nsys.argv.pop(0)\n"
-RUN += "runpy.run_path(sys.argv[0], run_name='__main__')\nsys.stdout.flush()\n"
-RUN += "os._exit(0)  # to take the libraries apart takes longer than what was run"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
@@ -89,42 +78,8 @@ def test_every_python_block_compiles_and_some_run(path: Path, tmp_path: Path) ->
             block, folder = tmp_path / f"block_{line}.py", tmp_path / str(line)
             block.write_text(code, encoding="utf-8")
             folder.mkdir()
-            done = run_fork(RUN, str(block), cwd=folder, timeout=300)
+            done = run_program(block, cwd=folder, timeout=300)
             assert done.returncode == 0, f"{where}: the block fails:\n{done.stderr}"
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
-def test_every_example_is_short_and_runs(path: Path, tmp_path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    num_lines = len(text.splitlines())
-    most = MAX_PLUGIN_LINES if path.stem in PLUGINS else MAX_EXAMPLE_LINES
-    assert num_lines <= most, f"{num_lines} lines: it has at most {most}, to be read at a glance"
-    assert f"\nRun: python examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
-    done = run_fork(RUN, str(path), cwd=tmp_path, timeout=300)
-    if path.stem == "evaluate" and find_spec("lm_eval") is None:
-        assert done.returncode == 1
-        assert 'pip install "lm-eval[api]"' in done.stderr
-        return
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip(), "an example prints what it shows"
-
-
-def test_an_example_takes_a_model(tmp_path: Path) -> None:
-    folder = ROOT / "src" / "quire" / "demo_model"
-    asked = tmp_path / "in.jsonl"
-    asked.write_text('{"prompt": "def f(x):", "max_tokens": 2}\n{"prompt": "a = "}\n')
-    batch = str(ROOT / "examples" / "batch.py")
-    done = run_fork(RUN, batch, str(folder), str(asked), cwd=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [answer["line"] for answer in answers] == [1, 2]  # the short one ends first
-    assert all(answer["finish_reason"] == "length" for answer in answers)
-
-
-def test_the_table_of_examples_is_whole() -> None:
-    table = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| \[(\S+\.py)\]\(\1\)", table, re.MULTILINE)
-    assert sorted(listed) == [path.name for path in EXAMPLES]
 
 
 def test_the_figures_of_the_readme_are_those_of_the_measurements() -> None:
