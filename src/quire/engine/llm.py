@@ -167,6 +167,7 @@ class LLM:
             offload.store_when_idle(partial(_store_when_idle, weakref.ref(self)))
             weakref.finalize(self, offload.close)
         self._source_prompts, self._loaded = parts.source_prompts, loaded
+        self._vision = parts.vision
         return loaded
 
     def _facts(self, loaded: LoadedModel) -> ModelFacts:
@@ -185,6 +186,7 @@ class LLM:
             sampling_defaults={name: own for name, own in defaults.items() if own is not None},
             embeddings=Poolable.of(loaded),
             hearing=Hearing.of(loaded, begins, self.max_model_len),
+            vision=self._vision,
             source_prompts=sources,
             takes_blocks=transfer is not None and transfer.is_own,
         )
