@@ -169,6 +169,7 @@ def _built(
         eos_token_ids=_eos_token_ids(loaded),
         policy=config.scheduling_policy,
         watermark_bytes=int(config.watermark * sizes.capacity_bytes),
+        whole_images=model.runner.needs_whole_images,
     )
     if resident.prepares:
         model.runner.prepare_pages = resident.prepare

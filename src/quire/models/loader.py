@@ -23,7 +23,6 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
-    ProcessorMixin,
     TorchAoConfig,
 )
 from transformers.utils import logging as hf_logging
@@ -310,7 +309,7 @@ def adopt(model: Any, tokenizer: Any = None) -> LoadedModel:
     if model.training:
         raise ConfigError(f"{name} is in training mode, with dropout: call model.eval()")
     spec = ModelSpec.from_config(model.config.to_dict(), f"{name}.config")
-    processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
+    processor = tokenizer if hasattr(tokenizer, "image_processor") else None
     return LoadedModel(
         name=name,
         model=model,

@@ -233,7 +233,7 @@ class ImageTrial(Trial):
         self.token_ids, self.source = [*self.images.token_ids], None
         middle = int(self.images.places[len(self.images.places) // 2])
         behind = len(self.token_ids) - len(text[half:]) // 2
-        self.stops = [*([] if whole else [middle]), behind, len(self.token_ids)]
+        self.stops = [half // 2 if whole else middle, behind, len(self.token_ids)]
         self._past = 0
         self._loaded, self._kept_as, self._exact = loaded, kept_as, False
 

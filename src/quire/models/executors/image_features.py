@@ -126,7 +126,7 @@ class ChunkImages:
 
     levels: tuple[Tensor, ...]  # [placeholders in the chunk, hidden] each; () without any
     positions: Tensor  # i64[axes, n]
-    token_types: Mapping[str, Tensor]  # i64[n]
+    token_types: Mapping[str, Tensor]  # i64[end of the chunk]: masks are found by positions
 
 
 @final
@@ -233,7 +233,7 @@ class ImageEncoder:
                 if self.has_axes:
                     own_positions = self._positions_in(own, start, stop).to(positions.device)
                 types = {
-                    name: torch.from_numpy(_cut(each, start, stop)).to(token_ids.device)
+                    name: torch.from_numpy(_up_to(each, stop)).to(token_ids.device)
                     for name, each in own.token_types.items()
                 }
             parts.append(
@@ -322,7 +322,6 @@ class ImageEncoder:
         return found
 
 
-def _cut(types: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
-    """Return what tokens [start, stop) are called: those behind the prompt are text."""
-    own = types[start:stop]
-    return np.pad(own, (0, stop - start - len(own)))
+def _up_to(types: NDArray[np.int64], stop: int) -> NDArray[np.int64]:
+    """Return what the first ``stop`` tokens are called: those behind the prompt are text."""
+    return np.pad(types[:stop], (0, max(0, stop - len(types))))
