@@ -221,14 +221,15 @@ def _mistral3() -> tuple[Any, Any]:
 
 
 def _internvl() -> tuple[Any, Any]:
-    sight = {**_SIGHT, "image_size": [28, 28], "patch_size": [14, 14]}
+    sight = {**_SIGHT, "image_size": [56, 56], "patch_size": [14, 14]}
     config = InternVLConfig(
         vision_config=InternVLVisionConfig(**sight),
         text_config=LlamaConfig(**_TEXT, **_HEADS),
         image_token_id=_id("<IMG_CONTEXT>"),
         image_seq_length=1,
     )
-    pictures = GotOcr2ImageProcessorPil(size=_PIXELS, crop_to_patches=True, max_patches=3)
+    size = {"height": 56, "width": 56}
+    pictures = GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, max_patches=3)
     return config, PlainProcessor(pictures, "<IMG_CONTEXT>", around=("<img>", "", "</img>"))
 
 

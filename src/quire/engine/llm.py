@@ -228,6 +228,10 @@ class LLM:
         source is text, token ids, or the input_features of a speech model (a tensor
         [mels, frames]).
 
+        ``{"prompt": text, "multi_modal_data": {"image": …}}`` shows a model that sees one image or
+        a list of them, Pillow's or u8[height, width, 3]: the text has its processor's placeholder
+        for each.
+
         ``params`` are for all prompts, or one for each. ``observe`` is called with the cache's
         usage after each step. ``kv_transfer_params`` are those of ``request``, for all prompts.
 

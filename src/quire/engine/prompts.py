@@ -5,18 +5,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from quire.errors import RequestError
+from quire.models.executors.image_features import PromptImages
 from quire.sampling_params import SamplingParams
 from quire.units import format_count
 
 # A mapping is a prompt of an encoder-decoder (see ``source_prompts``), or one with images:
-# {"prompt": text, "multi_modal_data": {"image": one or several}}, as vLLM spells it.
-Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
+# {"prompt": text, "multi_modal_data": {"image": one or several}}, as vLLM spells it; or those as
+# ``Vision.read`` has read them.
+Prompt: TypeAlias = str | list[int] | Mapping[str, Any] | PromptImages
 _IMAGES = "multi_modal_data"
 
 
 def split(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     """Return one prompt or several as a list. Raises: RequestError for anything else."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | PromptImages):
         return [prompts]
     if isinstance(prompts, list | tuple) and prompts and _token_id(prompts[0]) is not None:
         return [prompts]

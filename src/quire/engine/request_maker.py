@@ -70,7 +70,6 @@ class RequestMaker:
         keys: PrefixKeys = NO_KEYS,
         kv_transfer_params: Mapping[str, Any] | None = None,
         output_token_ids: tuple[int, ...] = (),
-        add_special_tokens: bool = True,
     ) -> Request:
         """Make a request of a prompt, as ``LLM.request`` says.
 
@@ -92,7 +91,7 @@ class RequestMaker:
         sources, images = facts.source_prompts, None
         if sources is None:
             source = None
-            token_ids, images = self._read(prompt, add_special_tokens=add_special_tokens)
+            token_ids, images = self._read(prompt)
         else:
             source, token_ids = sources.read(prompt)
         if images is not None:
@@ -136,11 +135,11 @@ class RequestMaker:
         refuse_too_long(request, self.facts.max_model_len)
         return request
 
-    def _read(
-        self, prompt: Prompt, *, add_special_tokens: bool
-    ) -> tuple[tuple[int, ...], PromptImages | None]:
+    def _read(self, prompt: Prompt) -> tuple[tuple[int, ...], PromptImages | None]:
         """Return a decoder's prompt as token ids, and its images. Raises: RequestError."""
         facts = self.facts
+        if isinstance(prompt, PromptImages):
+            return encode(prompt.token_ids, None, facts.vocab_size), prompt
         text, pictures = with_images(prompt)
         if not pictures:
             return encode(text, facts.tokenizer, facts.vocab_size), None
@@ -150,10 +149,8 @@ class RequestMaker:
                 "a prompt with images is text, in which a placeholder stands for each: "
                 "it is not token ids"
             )
-        token_ids, images = facts.vision.read(
-            text, pictures, add_special_tokens=add_special_tokens
-        )
-        return encode(list(token_ids), None, facts.vocab_size), images
+        images = facts.vision.read(text, pictures)
+        return encode(images.token_ids, None, facts.vocab_size), images
 
     def _resumption(self, request: Request) -> Resumption:
         """Read the tokens that were generated before, as the engine did that generated them.

@@ -185,7 +185,7 @@ class ModelRunner:
         """
         pixels = np.random.default_rng(0).integers(0, 256, (_TRIAL_PIXELS, _TRIAL_PIXELS, 3))
         try:
-            _, images = vision.read(vision.placeholder, [pixels.astype(np.uint8)])
+            images = vision.read(vision.placeholder, [pixels.astype(np.uint8)])
         except RequestError as error:
             return str(error)
         wrong: dict[str, list[str]] = {}

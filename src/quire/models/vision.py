@@ -63,20 +63,20 @@ class Vision:
 
     def read(
         self, text: str, given: Sequence[Any], *, add_special_tokens: bool = True
-    ) -> tuple[tuple[int, ...], PromptImages]:
-        """Return the token ids of a prompt with a placeholder for each image, and its images.
+    ) -> PromptImages:
+        """Return a prompt that has a placeholder for each image as tokens, with its images.
 
         An image is one of Pillow's, or u8[height, width, 3]. It takes as long as the processor.
 
         Raises: RequestError.
         """
         self.check()
-        pictures = [_picture(each) for each in given]
+        pictures = [*map(_picture, given)]
         spelled = text.count(self.placeholder)
         if spelled != len(pictures):
             raise RequestError(
-                f"the prompt has {spelled} × {self.placeholder!r}, and {len(pictures)} images come "
-                f"with it: each image has one in the prompt"
+                f"the prompt has {spelled} × {self.placeholder!r}, and {len(pictures)} images came "
+                f"with it: it needs one for each"
             )
         made = self._made(text, pictures, add_special_tokens=add_special_tokens)
         token_ids = made["input_ids"][0].tolist()
@@ -93,7 +93,7 @@ class Vision:
         types = {
             name: made[name][0].numpy().astype(np.int64) for name in self._type_names if name in made
         }
-        return tuple(token_ids), PromptImages(
+        return PromptImages(
             images=tuple(images), token_ids=tuple(token_ids), places=places, token_types=types
         )
 
@@ -158,7 +158,10 @@ def _picture(given: Any) -> Any:
             f"an image is one of Pillow's or an array u8[height, width, 3], not "
             f"{type(given).__name__}"
         )
-    return given if given.mode == "RGB" else given.convert("RGB")
+    try:
+        return given.convert("RGB")  # which reads the file, if it has not been read
+    except Exception as error:  # of a file that is cut short, or too large: many kinds
+        raise RequestError(f"an image cannot be read: {one_line(error)}") from error
 
 
 def _why_not(loaded: LoadedModel) -> str:
