@@ -1,7 +1,7 @@
 """Tiny models that see, of published architectures, with random weights and processors.
 
-Nothing is read from files: a tokenizer has a token a word, and processors make pictures small. Where
-a model's own processor reads videos too, which takes torchvision, ``PlainProcessor`` stands in.
+Nothing is read from files: a tokenizer has a token a word, and processors make pictures small.
+Where a model's own processor needs torchvision, ``PlainProcessor`` stands in.
 """
 
 import inspect
@@ -116,7 +116,7 @@ def _id(word: str) -> int:
 
 
 class PlainProcessor:
-    """Writes as many placeholders as the encoder makes features, in two rows, and what is around."""
+    """Writes as many placeholders as the encoder makes features, in two rows, amid its marks."""
 
     def __init__(
         self, image_processor: Any, image_token: str, around: tuple[str, str, str] = ("", "", "")
@@ -287,7 +287,13 @@ def _qwen(config_class: Any, sight: dict[str, Any]) -> tuple[Any, Any]:
 
 def _qwen2_vl() -> tuple[Any, Any]:
     sight = dict(
-        depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, patch_size=14, in_channels=3
+        depth=2,
+        embed_dim=32,
+        hidden_size=64,
+        num_heads=2,
+        mlp_ratio=2,
+        patch_size=14,
+        in_channels=3,
     )
     return _qwen(Qwen2VLConfig, sight)
 

@@ -100,9 +100,7 @@ def assemble(
     except BaseException:
         kv.close()
         raise
-    return Assembly(
-        kv=kv, runner=runner, backend=backend, attention_way=runner.way, vision=vision
-    )
+    return Assembly(kv=kv, runner=runner, backend=backend, attention_way=runner.way, vision=vision)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from quire.errors import RequestError
-from quire.models.executors.image_features import PromptImages
+from quire.models.executors.image_features import PromptImages as PromptImages
 from quire.sampling_params import SamplingParams
 from quire.units import format_count
 
@@ -33,7 +33,9 @@ def with_images(prompt: object) -> tuple[object, list[Any]]:
         return prompt, []
     known = {"prompt", "prompt_token_ids", _IMAGES}
     unknown = sorted(str(name) for name in prompt.keys() - known)
-    texts = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
+    texts = [
+        prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None
+    ]
     if unknown or len(texts) != 1:
         raise RequestError(
             f"a prompt with images has 'prompt' (or 'prompt_token_ids') and {_IMAGES!r}; this one "

@@ -480,9 +480,10 @@ class ModelRunner:
             if shown:
                 assert self.encoder is not None, "requests with images are refused without"
                 spans = [(start, stop) for _, start, stop in chunks]
-                step.images = self.encoder.of_step(
-                    spans, images, inputs.token_ids, inputs.positions
-                )
+                with self._watch.passing():
+                    step.images = self.encoder.of_step(
+                        spans, images, inputs.token_ids, inputs.positions
+                    )
             if sources:
                 step.sources = kept_sources(accounting, storage, chunks, sources)
 
@@ -497,7 +498,9 @@ class ModelRunner:
             return False, 0
         pairs = [*zip(chunks, images, strict=True)]
         shown = any(own is not None and start < own.end for (_, start, _), own in pairs)
-        shifts = [0 if own is None else self.encoder.shift(own, start) for (_, start, _), own in pairs]
+        shifts = [
+            0 if own is None else self.encoder.shift(own, start) for (_, start, _), own in pairs
+        ]
         return shown, np.repeat(shifts, [stop - start for _, start, stop in chunks])
 
     def _run(self, step: PackedStep, inputs: Inputs) -> Tensor:

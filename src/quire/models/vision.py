@@ -35,6 +35,7 @@ class Vision:
     why_not: str = ""
     image_token_id: int = -1
     placeholder: str = ""  # what a prompt says where an image goes
+    chat_template: str | None = None  # if the processor has one, and the tokenizer none
     _processor: Any = None
     _input_names: tuple[str, ...] = ()  # of the encoder's arguments
     _type_names: tuple[str, ...] = ()  # of the model's arguments
@@ -51,6 +52,9 @@ class Vision:
             name=loaded.name,
             image_token_id=model.config.image_token_id,
             placeholder=processor.image_token,
+            chat_template=None
+            if getattr(loaded.tokenizer, "chat_template", None)
+            else getattr(processor, "chat_template", None),
             _processor=processor,
             _input_names=tuple(name for name in asked if name != "kwargs"),
             _type_names=tuple(name for name in _TOKEN_TYPES if name in taken),
@@ -91,7 +95,9 @@ class Vision:
                 f"{sum(image.num_tokens for image in images)} for each by itself"
             )
         types = {
-            name: made[name][0].numpy().astype(np.int64) for name in self._type_names if name in made
+            name: made[name][0].numpy().astype(np.int64)
+            for name in self._type_names
+            if name in made
         }
         return PromptImages(
             images=tuple(images), token_ids=tuple(token_ids), places=places, token_types=types

@@ -227,7 +227,9 @@ class ImageTrial(Trial):
         self, loaded: LoadedModel, images: PromptImages, kept_as: torch.dtype, *, whole: bool
     ) -> None:
         placeholder = images.token_ids[int(images.places[0])]
-        text = [t for i in range(_LEAST_TOKENS) if (t := (3 + 7 * i) % loaded.vocab_size) != placeholder]
+        text = [
+            t for i in range(_LEAST_TOKENS) if (t := (3 + 7 * i) % loaded.vocab_size) != placeholder
+        ]
         half = len(text) // 2
         self.images = images.amid(text[:half], text[half:])
         self.token_ids, self.source = [*self.images.token_ids], None

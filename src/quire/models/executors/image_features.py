@@ -111,7 +111,7 @@ def _rows(made: Any) -> Tensor:
 
 
 @dataclass
-class Encoded(BaseModelOutputWithPooling):
+class EncodedImages(BaseModelOutputWithPooling):
     """An encoder's output as a model takes it, with what its deeper layers are given."""
 
     deepstack_features: list[list[Tensor]] | None = None
@@ -150,11 +150,12 @@ class StepImages:
         given: dict[str, Any] = {}
         if self._has_axes:
             given["position_ids"] = torch.cat([own.positions for own in chunks], -1)[:, None]
-        levels = [torch.cat(each) for each in zip(*(c.levels for c in chunks if c.levels))]
+        several = [own.levels for own in chunks if own.levels]
+        levels = [torch.cat(each) for each in zip(*several, strict=True)]
         if levels:
             first, *deeper = levels
             forms = {"rows": first, "images": first[None], "list": [first]}
-            encoded = Encoded(pooler_output=forms[self._form or "list"])  # type: ignore[arg-type]
+            encoded = EncodedImages(pooler_output=forms[self._form or "list"])  # type: ignore[arg-type]
             if deeper:
                 encoded.deepstack_features = [[rows] for rows in deeper]
             given["mm_encoder_outputs"] = {"image": encoded}
