@@ -205,18 +205,19 @@ def test_a_folder_brings_its_processor(tmp_path: Path) -> None:
 # -- the prefix cache ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("before", ["w1 w2 w3 w4", "w1 w2"])
 @pytest.mark.parametrize("name", SOME)
-def test_another_picture_of_the_same_size_is_never_found(name: str) -> None:
-    """Its placeholders are the same tokens."""
-    first, second = (shown(name, "w1 w2 w3 w4 @ w5", picture(seed)) for seed in (1, 2))
+def test_another_picture_of_the_same_size_is_never_found(name: str, before: str) -> None:
+    """Its placeholders are the same tokens, where it begins a block and in the middle of one."""
+    first, second = (shown(name, f"{before} @ w5", picture(seed)) for seed in (1, 2))
     expected_of_second = own(name, second)  # which may leave marks on the model
     with llm_of(name) as llm:
         [a], [b] = llm.generate(first, GREEDY), llm.generate(second, GREEDY)
         assert a.prompt_token_ids == b.prompt_token_ids
-        assert b.num_cached_tokens == 4  # the text before it
+        assert b.num_cached_tokens <= len(before.split())  # the text before it
         assert list(b.choices[0].token_ids) == expected_of_second
         [again] = llm.generate(first, GREEDY)
-        assert again.num_cached_tokens > b.num_cached_tokens
+        assert again.num_cached_tokens > len(before.split())
         assert again.choices[0].token_ids == a.choices[0].token_ids
 
 
@@ -239,7 +240,7 @@ def test_blocks_of_an_image_come_back_from_a_tier() -> None:
     first, second = (
         shown("qwen3_vl", "w1 w2 w3 w4 @ w5", picture(seed, 112, 112)) for seed in (1, 2)
     )
-    with llm_of("qwen3_vl", kv_tier=["memory:?size=4MB"]) as llm:
+    with llm_of("qwen3_vl", kv_tier=("memory:?size=4MiB",), kv_tier_write="always") as llm:
         [before] = llm.generate(first, GREEDY)
         assert llm.reset_prefix_cache()
         [other] = llm.generate(second, GREEDY)
