@@ -138,7 +138,9 @@ def test_a_preempted_sequence_sees_its_image_again(name: str, swap_space: Any) -
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_placeholder_without_an_image_is_a_token(name: str) -> None:
+def test_a_placeholder_without_an_image_is_a_token(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A text may spell it: it is computed beside one that has an image, and as by itself."""
     model, processor = seer(name)
     bare = processor.tokenizer(f"w1 {processor.image_token} w3")["input_ids"]
@@ -150,6 +152,7 @@ def test_a_placeholder_without_an_image_is_a_token(name: str) -> None:
     with llm_of(name, max_num_batched_tokens=64) as llm:
         given = texts(llm, [prompts(name)[0], bare, prompts(name)[2]])
     assert given == [expected(name)[0], out[0, len(bare) :].tolist(), expected(name)[2]]
+    assert "a step failed" not in caplog.text  # after which each would have been computed alone
 
 
 def test_features_are_kept_up_to_a_bound() -> None:

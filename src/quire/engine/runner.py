@@ -256,10 +256,9 @@ class ModelRunner:
     @property
     def _kept_as(self) -> torch.dtype:
         """Of keys and values."""
-        groups = attention_groups(self._kv.accounting.groups)
-        if not groups:
-            return self._loaded.model.dtype
-        kept_as: torch.dtype = getattr(torch, attention_spec(groups[0]).dtype)
+        kept_as: torch.dtype = self._loaded.model.dtype
+        for group in attention_groups(self._kv.accounting.groups)[:1]:
+            kept_as = getattr(torch, attention_spec(group).dtype)
         return kept_as
 
     def compute(

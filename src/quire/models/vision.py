@@ -145,7 +145,7 @@ def _content_id(inputs: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, each in sorted(inputs.items()):
         found.update(f"{name} {each.dtype} {list(each.shape)}\n".encode())
-        found.update(memoryview(each.contiguous().view(torch.uint8).numpy()).cast("B"))
+        found.update(each.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -60,7 +60,7 @@ class PromptImages:
         )
 
     def inputs(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return these inputs of all images, one after the other, if they have them."""
+        """Return these inputs of all images, [n, …] one behind the other, if all have them."""
         return {
             name: torch.cat([image.inputs[name] for image in self.images])
             for name in names
@@ -155,7 +155,7 @@ class StepImages:
         if levels:
             first, *deeper = levels
             forms = {"rows": first, "images": first[None], "list": [first]}
-            encoded = EncodedImages(pooler_output=forms[self._form or "list"])  # type: ignore[arg-type]
+            encoded = EncodedImages(pooler_output=forms[self._form or "list"])
             if deeper:
                 encoded.deepstack_features = [[rows] for rows in deeper]
             given["mm_encoder_outputs"] = {"image": encoded}
