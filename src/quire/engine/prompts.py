@@ -2,23 +2,30 @@
 
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from quire.errors import RequestError
-from quire.models.executors.image_features import PromptImages as PromptImages
 from quire.sampling_params import SamplingParams
 from quire.units import format_count
 
 # A mapping is a prompt of an encoder-decoder (see ``source_prompts``), or one with images:
-# {"prompt": text, "multi_modal_data": {"image": one or several}}, as vLLM spells it; or those as
-# ``Vision.read`` has read them.
-Prompt: TypeAlias = str | list[int] | Mapping[str, Any] | PromptImages
+# {"prompt": text, "multi_modal_data": {"image": one or several}}, as vLLM spells it.
+Prompt: TypeAlias = "str | list[int] | Mapping[str, Any] | ShownPrompt"
 _IMAGES = "multi_modal_data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShownPrompt:
+    """A prompt whose images have been read before."""
+
+    token_ids: tuple[int, ...]
+    images: object  # what ``Vision.read`` has returned
 
 
 def split(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     """Return one prompt or several as a list. Raises: RequestError for anything else."""
-    if isinstance(prompts, str | Mapping | PromptImages):
+    if isinstance(prompts, str | Mapping | ShownPrompt):
         return [prompts]
     if isinstance(prompts, list | tuple) and prompts and _token_id(prompts[0]) is not None:
         return [prompts]
@@ -38,8 +45,9 @@ def with_images(prompt: object) -> tuple[object, list[Any]]:
     ]
     if unknown or len(texts) != 1:
         raise RequestError(
-            f"a prompt with images has 'prompt' (or 'prompt_token_ids') and {_IMAGES!r}; this one "
-            f"has {sorted(map(str, prompt)) or 'none of them'}"
+            f"a prompt is text or a list of token ids, or has one of them as 'prompt' or "
+            f"'prompt_token_ids' and images as {_IMAGES!r}; this one has "
+            f"{sorted(map(str, prompt)) or 'nothing'}"
         )
     data = prompt.get(_IMAGES)
     if data is None:

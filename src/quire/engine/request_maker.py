@@ -12,7 +12,14 @@ from typing import Any, final
 
 from quire.engine.detokenizer import Detokenizer
 from quire.engine.pooling import Poolable
-from quire.engine.prompts import Prompt, bad_word_ids, encode, refuse_unknown_ids, with_images
+from quire.engine.prompts import (
+    Prompt,
+    ShownPrompt,
+    bad_word_ids,
+    encode,
+    refuse_unknown_ids,
+    with_images,
+)
 from quire.engine.scheduling.policy import SchedulerLimits, refuse_too_long
 from quire.engine.sequence import FinishReason, Request, Resumption, Sequence
 from quire.engine.source_prompts import SourcePrompts
@@ -138,8 +145,9 @@ class RequestMaker:
     def _read(self, prompt: Prompt) -> tuple[tuple[int, ...], PromptImages | None]:
         """Return a decoder's prompt as token ids, and its images. Raises: RequestError."""
         facts = self.facts
-        if isinstance(prompt, PromptImages):
-            return encode(prompt.token_ids, None, facts.vocab_size), prompt
+        if isinstance(prompt, ShownPrompt):
+            assert isinstance(prompt.images, PromptImages), "what Vision.read has returned"
+            return encode(prompt.token_ids, None, facts.vocab_size), prompt.images
         text, pictures = with_images(prompt)
         if not pictures:
             return encode(text, facts.tokenizer, facts.vocab_size), None

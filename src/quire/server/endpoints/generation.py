@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from quire.chat.conversation import ChatInput, ChatPrompt, Reader
 from quire.chat.output_events import Event, ReasoningDelta
 from quire.engine.outputs import TextDelta
-from quire.engine.prompts import Prompt, PromptImages
+from quire.engine.prompts import Prompt, ShownPrompt
 from quire.engine.sequence import Embedding, Request, TokenLogprobs
 from quire.errors import RequestError
 from quire.sampling_params import Params, SamplingParams, StructuredOutputsParams
@@ -523,7 +523,7 @@ async def turn_request(
         raise Refused(
             400, "the chat template writes nothing for these messages: give one of them a text"
         )
-    shown: PromptImages | None = None
+    shown: ShownPrompt | None = None
     if prompt.image_urls:
         shown = await shown_prompt(context, prompt, chat)
         if asked.truncate_prompt_tokens is not None:
@@ -563,18 +563,17 @@ async def turn_request(
     return TurnRequest(request=request, prompt=prompt, own_stops=own_stops)
 
 
-async def shown_prompt(
-    context: RequestContext, prompt: ChatPrompt, chat: ChatInput
-) -> PromptImages:
+async def shown_prompt(context: RequestContext, prompt: ChatPrompt, chat: ChatInput) -> ShownPrompt:
     """Read a prompt's images, in a thread, and return it with them.
 
     Raises: Refused; RequestError.
     """
     vision = context.service.engine.facts.vision
 
-    def shown() -> PromptImages:
+    def shown() -> ShownPrompt:
         pictures = read_pictures(prompt.image_urls)
-        return vision.read(prompt.text, pictures, add_special_tokens=chat.add_special_tokens)
+        read = vision.read(prompt.text, pictures, add_special_tokens=chat.add_special_tokens)
+        return ShownPrompt(token_ids=read.token_ids, images=read)
 
     return await context.in_text_thread(shown)
 
