@@ -9,11 +9,6 @@ from quire.errors import RequestError
 from quire.sampling_params import SamplingParams
 from quire.units import format_count
 
-# A mapping is a prompt of an encoder-decoder (see ``source_prompts``), or one with images:
-# {"prompt": text, "multi_modal_data": {"image": one or several}}, as vLLM spells it.
-Prompt: TypeAlias = "str | list[int] | Mapping[str, Any] | ShownPrompt"
-_IMAGES = "multi_modal_data"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShownPrompt:
@@ -21,6 +16,12 @@ class ShownPrompt:
 
     token_ids: tuple[int, ...]
     images: object  # what ``Vision.read`` has returned
+
+
+# A mapping is a prompt of an encoder-decoder (see ``source_prompts``), or one with images:
+# {"prompt": text, "multi_modal_data": {"image": one or several}}, as vLLM spells it.
+Prompt: TypeAlias = str | list[int] | Mapping[str, Any] | ShownPrompt
+_IMAGES = "multi_modal_data"
 
 
 def split(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
