@@ -4,10 +4,10 @@ That goes for errors which no tier should raise, too: a tier may be of another p
 may run out within any.
 
 A tier that raises errors is left alone for one second, then for two, and so on up to a minute:
-reads and writes apart. One that answers too late for a caller is not at fault, since the caller may
-have had little time: it is left alone when several have waited in vain, for a second in all. A tier
-that has given two bad records of a thousand is *suspect*: nothing is loaded from it until an
-administrator trusts it again.
+loading, storing and forgetting apart. One that answers too late for a caller is not at fault, since
+the caller may have had little time: it is left alone when several have waited in vain, for a second
+in all. A tier that has given two bad records of a thousand is *suspect*: nothing is loaded from it
+until an administrator trusts it again.
 """
 
 import logging
@@ -35,9 +35,6 @@ log = logging.getLogger(__name__)
 TierCall: TypeAlias = Literal["find", "load", "store", "drop", "clear"]
 TIER_CALLS: tuple[TierCall, ...] = get_args(TierCall)
 
-_READS: frozenset[TierCall] = frozenset(("find", "load"))
-_QUESTIONS: frozenset[TierCall] = frozenset(("find", "drop"))  # which move no bytes
-
 _LONGEST_BREAK_S = 60.0
 _PATIENCE_S = 1.0  # that callers wait in vain, one after the other, before a tier is at fault
 _FADES = 0.95  # of the longest answer, with each call
@@ -60,7 +57,12 @@ class Breaker:
     @property
     def is_closed(self) -> bool:
         """Whether the tier may be asked now: it works, or it may be tried again."""
-        return not self._break_s or time.monotonic() >= self._open_until_s
+        return not self.left_s
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds until it may be asked."""
+        return max(0.0, self._open_until_s - time.monotonic()) if self._break_s else 0.0
 
     @property
     def is_broken(self) -> bool:
@@ -74,7 +76,7 @@ class Breaker:
             self._break_s = min(_LONGEST_BREAK_S, max(1.0, 2 * self._break_s))
             self._open_until_s = time.monotonic() + self._break_s
             self._in_vain_s[call] = 0.0
-            if self._failing is None or call not in _QUESTIONS:
+            if self._failing != "load":
                 self._failing = call
         if is_first:
             log.warning(
@@ -99,13 +101,12 @@ class Breaker:
     def note_success(self, call: TierCall, took_s: float) -> None:
         """Let the tier be asked as ever: it has answered, after so many seconds.
 
-        A question that is answered says nothing of bytes that do not come.
+        That records are found says nothing of bytes that do not come.
         """
         with self._lock:
             self._longest_s[call] = max(took_s, _FADES * self._longest_s[call])
             self._in_vain_s[call] = 0.0
-            still_fails = call in _QUESTIONS and self._failing not in (None, call)
-            if not self._break_s or still_fails:
+            if not self._break_s or (call == "find" and self._failing == "load"):
                 return
             self._break_s, self._failing = 0.0, None
         log.warning("tier %s: %s works again", *self._words)
@@ -149,6 +150,7 @@ class GuardedTier:
         self._tier = tier
         self._usage = self._usage_now()
         self._reads, self._writes = Breaker(name, "loading"), Breaker(name, "storing")
+        self._drops = Breaker(name, "forgetting")
         self._lock = threading.Lock()
         self._recent: list[int] = []  # bad records, as numbers of records so far
         self._num_checked = 0
@@ -169,11 +171,30 @@ class GuardedTier:
         return self._writes.is_closed
 
     @property
+    def may_forget(self) -> bool:
+        """Whether the tier may be asked to forget records now."""
+        return self._drops.is_closed
+
+    @property
+    def forgets_in_s(self) -> float:
+        """Return the seconds until then."""
+        return self._drops.left_s
+
+    @property
     def state(self) -> Literal["ok", "suspect", "broken"]:
         """Return the tier's state, as a metric shows it."""
         if self.is_suspect or self._is_stale:
             return "suspect"
         return "broken" if self._reads.is_broken or self._writes.is_broken else "ok"
+
+    def suspect(self, reason: str) -> None:
+        """Load nothing from the tier until an administrator has looked at it."""
+        self.is_suspect = True
+        log.error(
+            "tier %s: nothing is loaded from it until it is trusted again (POST /tiers/trust): %s",
+            self.name,
+            reason,
+        )
 
     def trust(self) -> None:
         """Load from the tier again, after an administrator has looked at it."""
@@ -190,16 +211,20 @@ class GuardedTier:
 
     def find(self, names: Sequence[Name], deadline: Deadline) -> int:
         """Count how many of these records, from the first one on, are probably there."""
-        if not (names and self.may_load):
+        if not (names and self.may_load and deadline.left_s):
             return 0
-        return self._ask("find", lambda: self._tier.find(names, deadline), names, deadline)
+        return self._ask(
+            "find", lambda: self._tier.find(names, deadline), names, deadline, self._reads
+        )
 
     def load(self, names: Sequence[Name], into: Sequence[memoryview], deadline: Deadline) -> int:
         """Fill the first of these buffers. Return how many; they are still to be checked."""
-        if not (names and self.may_load):
+        if not (names and self.may_load and deadline.left_s):
             return 0
         begun_s = time.monotonic()
-        count = self._ask("load", lambda: self._tier.load(names, into, deadline), names, deadline)
+        count = self._ask(
+            "load", lambda: self._tier.load(names, into, deadline), names, deadline, self._reads
+        )
         with self._lock:
             self.counts.load_s += time.monotonic() - begun_s
         return count
@@ -224,12 +249,7 @@ class GuardedTier:
             "tier %s: a record is not what was stored (%s): it is dropped", self.name, reason
         )
         if suspect:
-            log.error(
-                "tier %s has given %d bad records: nothing is loaded from it until it is trusted "
-                "again (POST /tiers/trust)",
-                self.name,
-                len(self._recent),
-            )
+            self.suspect(f"it has given {len(self._recent)} bad records")
         self.drop([name], Deadline.after(1.0))
 
     def note_failed(
@@ -250,7 +270,11 @@ class GuardedTier:
         begun_s, count = time.monotonic(), 0
         if self.may_store:
             count = self._ask(
-                "store", lambda: self._tier.store(names, records, deadline), names, deadline
+                "store",
+                lambda: self._tier.store(names, records, deadline),
+                names,
+                deadline,
+                self._writes,
             )
         with self._lock:
             self.counts.store_s += time.monotonic() - begun_s
@@ -266,9 +290,9 @@ class GuardedTier:
         try:
             self._tier.drop(names, deadline)
         except Exception as error:
-            self._failed("drop", error, self._writes, begun_s, deadline)
+            self._failed("drop", error, self._drops, begun_s, deadline)
             return False
-        self._writes.note_success("drop", time.monotonic() - begun_s)
+        self._drops.note_success("drop", time.monotonic() - begun_s)
         self._usage = self._usage_now()
         return True
 
@@ -287,9 +311,10 @@ class GuardedTier:
         try:
             self._tier.clear(deadline)
         except Exception as error:
-            self._failed("clear", error, self._writes, begun_s, deadline)
+            self._failed("clear", error, self._drops, begun_s, deadline)
             self._is_stale = True  # also where it was trusted meanwhile
             return told_of(error)
+        self._drops.note_success("clear", time.monotonic() - begun_s)
         self._is_stale = False
         self._usage = self._usage_now()
         return None
@@ -331,10 +356,15 @@ class GuardedTier:
             return TierUsage()
 
     def _ask(
-        self, call: TierCall, count: Callable[[], int], names: Sequence[Name], deadline: Deadline
+        self,
+        call: TierCall,
+        count: Callable[[], int],
+        names: Sequence[Name],
+        deadline: Deadline,
+        breaker: Breaker,
     ) -> int:
         """Return what a tier counts of these records, and no more; 0 where it fails."""
-        begun_s, breaker = time.monotonic(), self._reads if call in _READS else self._writes
+        begun_s = time.monotonic()
         try:
             counted = max(0, min(count(), len(names)))
         except Exception as error:

@@ -114,9 +114,7 @@ class MooncakeTier:
         )
 
     def drop(self, names: Sequence[Name], deadline: Deadline) -> None:
-        self._calls.count(
-            len(names), lambda i: partial(self._forget, names[i]), lambda *_: True, deadline
-        )
+        self._calls.make_all(len(names), lambda i: partial(self._forget, names[i]), deadline)
 
     def usage(self) -> TierUsage:
         self._calls.require_open()

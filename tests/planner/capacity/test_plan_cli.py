@@ -80,6 +80,16 @@ def test_tiers_hold_so_much_and_pay_from_so_many_tokens(
     assert "use cache=paged" in err
 
 
+@pytest.mark.parametrize(("cache", "block_size"), [("paged", 16), ("virtual", 2048)])
+def test_a_record_is_of_a_block_also_where_that_fills_large_pages(
+    cache: str, block_size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not of a whole window of addresses."""
+    arguments = ("llama-3.1-8b", "--device", "h100", "--max-model-len", "32768", "--cache", cache)
+    (tier,) = as_json(monkeypatch, capsys, *arguments, "--kv-tier", "file:/kv?size=1TiB")["tiers"]
+    assert tier["block_size"] == block_size
+
+
 def test_a_device_and_a_model_of_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
