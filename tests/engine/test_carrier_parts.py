@@ -555,6 +555,31 @@ def test_a_copy_that_is_evicted_while_it_is_loaded_is_told_to_be_lost() -> None:
         assert told == [own.stored, own.removed]
 
 
+def test_no_step_waits_for_a_tier_to_tell_what_it_has_evicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tier of another package may ask another machine."""
+    own, asked, go_on = Told(), threading.Event(), threading.Event()
+    own.keep()
+
+    def hang() -> list[bytes]:
+        asked.set()
+        assert go_on.wait(20)
+        return []
+
+    monkeypatch.setattr(own.tier._tier, "take_evicted", hang)
+    with running() as thread:
+        thread.put(own.keep)
+        assert asked.wait(10)
+        events = list[Any]()
+        reader = threading.Thread(target=lambda: events.extend(own.events.take()))
+        reader.start()
+        reader.join(10)
+        assert not reader.is_alive()
+        go_on.set()
+    assert events == [own.stored]
+
+
 def test_a_bad_record_is_told_to_be_lost_before_another_one_takes_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

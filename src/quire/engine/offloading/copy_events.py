@@ -37,7 +37,8 @@ class CopyEvents:
 
     def __init__(self, tiers: Sequence[GuardedTier]) -> None:
         """``tiers``: those whose copies are told; none: no events are wanted."""
-        self._lock = threading.Lock()
+        self._asking = threading.Lock()  # what a tier has evicted: the engine waits for no tier
+        self._lock = threading.Lock()  # of all that follows, for a moment
         self._events: list[BlockEvent] = []
         self._num_clearing = 0
         self._calls: dict[GuardedTier, list[KeepingCall]] = {tier: [] for tier in tiers}
@@ -66,8 +67,9 @@ class CopyEvents:
         if calls is None:
             yield call
             return
-        with self._lock:
+        with self._asking:
             self._note_evicted(tier)  # before it
+        with self._lock:
             call.lost.update(self._going[tier])
             call.spans_clearing = self.is_clearing
             calls.append(call)
@@ -83,15 +85,16 @@ class CopyEvents:
         if tier not in self._calls:
             return
         medium, told = medium_of(tier), self._told.get(tier)
-        with self._lock:
+        with self._asking:
             self._note_evicted(tier)
-            if call.spans_clearing:
-                return
-            for name, group, block in copies:
-                if name not in call.lost:
-                    self._events.append(block.stored(group, medium))
-                    if told is not None:
-                        told[name] = block.removed(group, medium)
+            with self._lock:
+                if call.spans_clearing:
+                    return
+                for name, group, block in copies:
+                    if name not in call.lost:
+                        self._events.append(block.stored(group, medium))
+                        if told is not None:
+                            told[name] = block.removed(group, medium)
 
     @contextmanager
     def losing(
@@ -125,10 +128,11 @@ class CopyEvents:
         if told is None:
             return
         names = tier.take_evicted()
-        self._note_lost(tier, names)
-        gone = [told.pop(name, None) for name in names]
-        if not self.is_clearing:
-            self._events += (event for event in gone if event is not None)
+        with self._lock:
+            self._note_lost(tier, names)
+            gone = [told.pop(name, None) for name in names]
+            if not self.is_clearing:
+                self._events += (event for event in gone if event is not None)
 
     def _note_lost(self, tier: GuardedTier, names: Sequence[Name]) -> None:
         for call in self._calls[tier]:

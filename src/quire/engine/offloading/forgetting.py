@@ -127,6 +127,16 @@ class Forgetting:
         with self._lock:
             self._chains[tier] -= Counter(block.chain for block in blocks)
 
+    def check(self) -> None:
+        """Check that no block is hidden but those that a tier has refused to forget.
+
+        No call may be under way, or to come.
+        """
+        for tier, chains in self._chains.items():
+            refused = Counter(block.chain for block in self._refused.get(tier, ()))
+            assert chains == refused, f"tier {tier.name} hides what it is not to forget"
+        assert not self._of_peers, "peers' records stay hidden"
+
     def begin_clear(self) -> None:
         """Let no record be found until ``clear``."""
         self._events.begin_clearing()
