@@ -319,6 +319,6 @@ def test_what_a_folder_says_of_itself_does_not_steer_a_terminal(
     assert code == 0
     assert all(each.isprintable() for each in out.replace("\n", ""))
     (line,) = (line for line in out.splitlines() if line.startswith(planted.namespace + "  d"))
-    assert r"dtype \u009b31m?" in line
+    assert r"dtype \u009b31m\u007f" in line
     assert r"weights \u001b]0;m\u001b[2J\nnone" in line
     assert len(line) < 300

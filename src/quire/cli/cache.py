@@ -291,8 +291,8 @@ def _as_dict(each: NamespaceContents) -> dict[str, Any]:
 def _described(several: list[NamespaceContents]) -> Iterator[tuple[str, str]]:
     """Yield what all namespaces are, and what each is that not all are.
 
-    Anyone who can write to the folder may have chosen the words, so no character reaches the
-    terminal that would steer it.
+    Anyone who can write to the folder may have chosen the words: they are printable ASCII, and
+    steer no terminal.
     """
     leaves = {each.name: each.fingerprint.leaves for each in several if each.fingerprint}
     alike = dict[str, str]()
@@ -323,7 +323,7 @@ def _told(leaves: dict[str, str], *, with_inner: bool = False) -> str:
     if with_inner:
         paths += sorted(path for path in left if is_inner(path))
     words += (f"{path} {_bare(left[path])}" for path in paths)
-    shown = [_printable(each) for each in words[:_MOST_FIELDS]]
+    shown = [_cut(each) for each in words[:_MOST_FIELDS]]
     if len(words) > _MOST_FIELDS:
         shown.append(f"and {len(words) - _MOST_FIELDS} more (--json)")
     return escape(", ".join(shown))
@@ -333,9 +333,8 @@ def _bare(value: str) -> str:
     return value[1:-1] if value.startswith('"') else value
 
 
-def _printable(text: str) -> str:
-    cut = text if len(text) <= _LONGEST_FIELD else f"{text[:_LONGEST_FIELD]}…"
-    return "".join(each if each.isprintable() else "?" for each in cut)
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_FIELD else f"{text[:_LONGEST_FIELD]}…"
 
 
 @dataclass(slots=True)

@@ -30,7 +30,8 @@ class BlockingCalls:
     ) -> None:
         self._label, self._num_calls, self._in_words = label, num_calls, in_words
         self._threads = ThreadPoolExecutor(num_calls, "quire-tier")
-        self._late = set[Future[Any]]()  # that go on though no caller waits any more
+        self._going_on = set[Future[Any]]()
+        self._late = set[Future[Any]]()  # of these, that no caller waits for any more
         self._is_closed = False
 
     def count(
@@ -52,7 +53,7 @@ class BlockingCalls:
             while num_good < num:
                 deadline.check(self._label)
                 while num_begun < min(num, num_good + self._num_calls):
-                    under_way.append(self._threads.submit(begin(num_begun)))
+                    under_way.append(self._begun(begin(num_begun)))
                     num_begun += 1
                 if not is_good(num_good, under_way[0].result(deadline.left_s)):
                     break
@@ -92,10 +93,17 @@ class BlockingCalls:
         if self._is_closed:
             raise TierError(f"{self._label}: closed")
 
-    def close(self, *, wait: bool = False) -> None:
-        """Begin no more calls, and wait, if asked to, until those under way have ended."""
+    def close(self, *, wait_s: float = 0.0) -> bool:
+        """Begin no more calls. Return whether those under way have ended, after ``wait_s``."""
         self._is_closed = True
-        self._threads.shutdown(wait=wait, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        return not wait(list(self._going_on), wait_s).not_done
+
+    def _begun(self, call: Callable[[], T]) -> Future[T]:
+        future = self._threads.submit(call)
+        self._going_on.add(future)
+        future.add_done_callback(self._going_on.discard)
+        return future
 
     def _failure(self, error: Exception) -> TierError:
         if isinstance(error, TierError):
