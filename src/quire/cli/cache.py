@@ -351,16 +351,16 @@ def _tell_check(
     counts: dict[str, _Checked], flawed: list[dict[str, str]], *, removed: bool
 ) -> None:
     out = Console(highlight=False)
-    for name, each in counts.items():
-        words = [format_number_of(each.num_sound, "whole record")]
-        if each.num_sealed:
-            words.append(format_number_of(each.num_sealed, "sealed record"))
-        if each.num_flawed:
-            words.append(f"[red]{each.num_flawed:,} with a flaw[/]")
-        out.print(f"[bold]{name}[/]  {', '.join(words)}; {format_bytes(each.num_bytes)}")
+    for name, own in counts.items():
+        words = [format_number_of(own.num_sound, "whole record")]
+        if own.num_sealed:
+            words.append(format_number_of(own.num_sealed, "sealed record"))
+        if own.num_flawed:
+            words.append(f"[red]{own.num_flawed:,} with a flaw[/]")
+        out.print(f"[bold]{name}[/]  {', '.join(words)}; {format_bytes(own.num_bytes)}")
     if not counts:
         out.print("There is no namespace: no engine has written a record here.")
-    if any(each.num_sealed for each in counts.values()):
+    if any(own.num_sealed for own in counts.values()):
         out.print("Sealed: only an engine with the key can check more than sizes")
     for each in flawed[:_TOLD_FLAWS]:
         out.print(f"[red]{each['reason']}[/]  {escape(each['file'])}", soft_wrap=True)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from threading import Event, Lock, Thread, current_thread
+from threading import Event, Lock, Thread, current_thread, main_thread
 from typing import Any, TypeAlias
 
 from quire.config import EngineConfig
@@ -828,12 +828,12 @@ def _close_collected(close: Callable[[], None]) -> None:
     """Close what a collected LLM has left behind.
 
     A collector runs in any thread, also in one that is to be ended, which may hold a lock that
-    closing takes. Such threads are daemons: another one closes in their place.
+    closing takes. The main thread is none of these; in place of another one a new one closes.
     """
-    if not current_thread().daemon:
+    if current_thread() is main_thread():
         close()
         return
-    with suppress(RuntimeError):  # no thread is left: daemons end with the process
+    with suppress(RuntimeError):  # the system has none left: what is open ends with the process
         Thread(target=close, name="quire-close").start()
 
 
