@@ -61,7 +61,7 @@ class CopyEvents:
 
     @contextmanager
     def keeping(self, tier: GuardedTier) -> Iterator[KeepingCall]:
-        """Be around a call of a tier, and ``note_kept`` of what it has found or stored."""
+        """Hold a call of a tier in view: ``note_kept`` says what it has found or stored."""
         call = KeepingCall(tier)
         calls = self._calls.get(tier)
         if calls is None:
@@ -100,7 +100,7 @@ class CopyEvents:
     def losing(
         self, tier: GuardedTier, copies: Sequence[Copy], *, were_told: bool = False
     ) -> Iterator[None]:
-        """Be around a call that makes a tier forget copies, which are told to be lost at once.
+        """Tell that copies are lost, and hold the call in view by which a tier forgets them.
 
         ``were_told``: that they are lost was told before.
         """
