@@ -633,22 +633,29 @@ def test_without_a_second_thread_what_was_opened_is_closed(monkeypatch: pytest.M
     assert not [each for each in threading.enumerate() if each.name == "quire-tiers-load"]
 
 
-def test_a_collector_in_a_thread_of_tiers_waits_for_no_lock_of_theirs(kept: Kept) -> None:
+def test_a_collector_in_a_thread_of_tiers_waits_for_no_lock_of_theirs(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An LLM that was not closed goes wherever a collector runs: here where its lock is held."""
+    monkeypatch.setattr("quire.engine.open_tiers.staging_bytes", lambda *_: 5 * 2**14)
     llm = made(kv_tier=("kept:",))
-    texts(llm, LENGTHS[:1])
     carrier: Any = offload(llm)._carrier
-    cycle: list[Any] = [llm]
-    cycle.append(cycle)
-    gone, is_over = weakref.ref(llm), threading.Event()
+    go_on, is_over = threading.Event(), threading.Event()
 
     def collect() -> None:
+        assert go_on.wait(20)
         with carrier.staging._lock:
             gc.collect()
         is_over.set()
 
-    del llm, cycle
     carrier._storing.put(collect)
+    texts(llm, LENGTHS[:1])
+    assert offload(llm).has_more, "there is nothing for which the lock would be taken"
+    cycle: list[Any] = [llm]
+    cycle.append(cycle)
+    gone = weakref.ref(llm)
+    del llm, cycle
+    go_on.set()
     assert is_over.wait(20)
     assert gone() is None
     until(lambda: not carrier._storing._thread.is_alive())
