@@ -1,5 +1,7 @@
 """What blocks travel through, part by part: staging memory, a thread of calls, a loader."""
 
+import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +21,7 @@ from quire.engine.offloading.staging import Staging
 from quire.engine.offloading.storing import OutgoingBlock, RecordStorer
 from quire.engine.scheduling.block_carrier import LoadJob
 from quire.engine.sequence import RemoteBlocks
-from quire.kv.prefix_index import BlockIdentity, PrefixKeys
+from quire.kv.prefix_index import BlockIdentity, BlockStored, PrefixKeys
 from quire.spec import FullAttention, Group
 from quire.tiers import Deadline, TierError
 from quire.tiers.files import FileTier
@@ -456,6 +458,15 @@ def test_an_event_tells_what_a_tier_has_kept_and_no_more(monkeypatch: pytest.Mon
     assert events.take() == []
 
 
+@pytest.fixture
+def quick_turns() -> Iterator[None]:
+    """Threads take turns all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
 class Told:
     """A tier's events, and one block whose copy comes and goes."""
 
@@ -552,6 +563,49 @@ def test_a_copy_that_is_evicted_while_it_is_loaded_is_told_to_be_lost() -> None:
             own.events.note_kept(load, [own.copy()])
         told = [event for event in own.events.take() if event.block_hash == own.block.chain]
         assert told == [own.stored, own.removed]
+
+
+def test_no_copy_is_told_that_is_not_there_whatever_two_threads_do(quick_turns: None) -> None:
+    """One loads, and finds some records bad; the other one stores, and drops some."""
+    own = Told(tier_of(PLAIN, num_records=6))
+    blocks = chain_of_blocks(24)
+    records = [right_record(PLAIN, block) for block in blocks]
+    copies = [(name, 0, block) for (name, _), block in zip(records, blocks, strict=True)]
+    by_hash = {block.chain: name for block, (name, _) in zip(blocks, records, strict=True)}
+    told, num_told, num_there = set[bytes](), 0, 0
+
+    def move(call: Callable[..., int], seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(4):
+            first = draw.randrange(len(blocks) - 3)
+            several = range(first, first + draw.randint(1, 3))
+            if draw.random() < 0.15:
+                with own.events.losing(own.tier, [copies[n] for n in several]):
+                    own.tier.drop([records[n][0] for n in several], soon())
+                continue
+            views = [memoryview(bytearray(records[n][1])) for n in several]
+            with own.events.keeping(own.tier) as under_way:
+                count = call([records[n][0] for n in several], views, soon())
+                own.events.note_kept(under_way, [copies[n] for n in several[:count]])
+
+    for seed in range(150):
+        threads = [
+            threading.Thread(target=move, args=(call, 2 * seed + number))
+            for number, call in enumerate((own.tier.load, own.tier.store))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        with own.events.keeping(own.tier):
+            pass  # what was evicted last is taken
+        for event in own.events.take():
+            name = by_hash[event.block_hash]
+            told.add(name) if isinstance(event, BlockStored) else told.discard(name)
+        there = {name for name, _ in records if own.tier.find([name], soon())}
+        assert told <= there
+        num_told, num_there = num_told + len(told), num_there + len(there)
+    assert num_told > num_there // 2, "hardly anything is told"
 
 
 def test_no_step_waits_for_a_tier_to_tell_what_it_has_evicted(

@@ -215,6 +215,10 @@ def test_a_tier_that_finds_and_does_not_load_is_told_once(
     assert not breaker.is_broken
     said = [each.getMessage().partition(",")[0] for each in caplog.records]
     assert said == ["tier attic: loading fails", "tier attic: loading works again"] * 2
+    breaker.note_failure("load", OSError("a bad disk"))
+    breaker._open_until_s -= 61.0  # and no load has been tried since
+    breaker.note_success("find", 0.0)
+    assert not breaker.is_broken, "it is told to be broken for ever where nothing is to be loaded"
 
 
 @pytest.mark.parametrize("fault", ["error", "full", "hang"])

@@ -101,15 +101,20 @@ class Breaker:
     def note_success(self, call: TierCall, took_s: float) -> None:
         """Let the tier be asked as ever: it has answered, after so many seconds.
 
-        That records are found says nothing of bytes that do not come.
+        That records are found says nothing of bytes that do not come, for a minute.
         """
         with self._lock:
             self._longest_s[call] = max(took_s, _FADES * self._longest_s[call])
             self._in_vain_s[call] = 0.0
-            if not self._break_s or (call == "find" and self._failing == "load"):
+            may_fail = call == "find" and self._failing == "load"
+            if not self._break_s or (may_fail and self._is_young):
                 return
             self._break_s, self._failing = 0.0, None
         log.warning("tier %s: %s works again", *self._words)
+
+    @property
+    def _is_young(self) -> bool:
+        return time.monotonic() < self._open_until_s + _LONGEST_BREAK_S
 
     @property
     def _words(self) -> tuple[str, str]:
