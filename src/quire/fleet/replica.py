@@ -19,6 +19,7 @@ from quire.engine.request_maker import ModelFacts
 from quire.engine.sequence import Request, Sequence
 from quire.errors import QuireError, RequestError
 from quire.fleet.placement import Load
+from quire.kv.interface import found_block_size
 from quire.kv.prefix_index import Medium
 from quire.spec import Group
 from quire.tiers.fingerprint import Fingerprint
@@ -207,7 +208,7 @@ def facts_of(llm: LLM) -> ReplicaFacts:
         model=llm.facts,
         fingerprint=llm.fingerprint(),
         groups=tuple(llm.accounting.groups),
-        block_size=llm.config.block_size,
+        block_size=found_block_size(llm.accounting, llm.config.block_size),
         events=endpoints,
     )
 
