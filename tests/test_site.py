@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,49 @@ def test_what_a_page_outside_links_to_is_followed(tmp_path: Path) -> None:
     assert ROOT / "benchmarks/RESULTS.md" in found
     assert ROOT / "benchmarks/memory/README.md" in found  # RESULTS.md links to it
     assert not [path for path in found if path.is_relative_to(DOCS)]
+
+
+# -- error messages --------------------------------------------------------------------------------
+
+HOLE = "…"
+TITLE = re.compile(r"^### `(.+)`$", re.MULTILINE)
+
+
+def template_of(node: ast.expr) -> str:
+    """Return a text of the source with … for what is put into it."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(template_of(part) for part in parts)
+    return HOLE
+
+
+def templates() -> Iterator[str]:
+    """Yield each text of the package: a message may be put together of several."""
+    for path in (ROOT / "src/quire").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr | ast.Constant):
+                yield template_of(node)
+
+
+def plain(text: str) -> str:
+    """Return a text without its holes, which a page and the source may cut differently."""
+    return re.sub(rf"[{HOLE}\s]+", " ", text).strip()
+
+
+def test_every_message_of_the_troubleshooting_page_is_in_the_source() -> None:
+    page = (DOCS / "guides/troubleshooting.md").read_text(encoding="utf-8")
+    titles = TITLE.findall(page)
+    assert len(titles) >= 40
+    assert len(set(titles)) == len(titles)
+    said = {plain(text) for text in templates()}
+    lost = [title for title in titles if not any(plain(title) in text for text in said)]
+    assert not lost, "no message of the source is so: " + "; ".join(lost)
+
+
+def test_a_message_that_was_reworded_is_noticed() -> None:
+    node = ast.parse('f"{name}={value:,} must be from {least:,} to {most:,}"').body[0]
+    assert isinstance(node, ast.Expr)
+    assert plain("…=… must be from … to …") in plain(template_of(node.value))
+    assert plain("…=… must be within … and …") not in plain(template_of(node.value))
