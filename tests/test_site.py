@@ -167,3 +167,10 @@ def test_a_message_that_was_reworded_is_noticed() -> None:
     assert isinstance(node, ast.Expr)
     assert plain("…=… must be from … to …") in plain(template_of(node.value))
     assert plain("…=… must be within … and …") not in plain(template_of(node.value))
+
+
+def test_the_citation_is_of_this_version_and_of_no_person() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+    assert cited["authors"] == [{"name": "The Quire authors"}]
