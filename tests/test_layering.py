@@ -79,6 +79,7 @@ MAY_IMPORT = {
     "cli": "errors units traces config spec memory kv tiers models sampling_params engine.sequence"
     " engine planner server figures compare bench http engine.kv_sizing devices fleet"
     " fleet.prefix_directory",
+    "__main__": "cli",
 }
 
 # Who may import a package that is not ours; a package that is not listed may be imported anywhere.

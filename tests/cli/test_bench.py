@@ -231,7 +231,10 @@ def test_it_says_how_far_it_is_and_what_was_done_when_it_is_stopped(
             return own(body)
 
         monkeypatch.setattr(behaviour, "events", events)
+        # A shell has its background jobs ignore the signal.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         code = quire(monkeypatch, "bench", "--url", url, *flags, "--save-trace", str(sent))
+        signal.signal(signal.SIGINT, before)
         ended.set()
     captured = capsys.readouterr()
     assert code == 128 + signal.SIGINT
