@@ -172,5 +172,6 @@ def test_a_message_that_was_reworded_is_noticed() -> None:
 def test_the_citation_is_of_this_version_and_of_no_person() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+    assert cited["version"] == project["version"]
+    assert cited["license"] == project["license"].split()[0]  # of all but the demo model
     assert cited["authors"] == [{"name": "The Quire authors"}]
