@@ -310,7 +310,7 @@ def vllm_flags() -> str:
         if row.harmless is None:
             accepted = "any"
         elif row.switch:
-            accepted = {("on",): "on", ("off",): "off"}.get(row.harmless, "none")
+            accepted = "".join(row.harmless) or "none"
         else:
             accepted = ", ".join(code(value) for value in row.harmless) or "none"
         rows.append([", ".join(map(code, (row.flag, *row.short))), accepted, text(row.here)])
@@ -552,10 +552,11 @@ def written(page: str, before: str) -> str:
     after = before
     for name, make in PARTS[page].items():
         place = re.compile(rf"<!-- begin {name}:[^>]*-->\n.*?<!-- end {name} -->", re.DOTALL)
-        if len(place.findall(after)) != 1:
+        found = list(place.finditer(after))
+        if len(found) != 1:
             raise ValueError(f"docs/{page} must have <!-- begin {name}: --> and its end, once")
         new = f"<!-- begin {name}: {COMMAND} -->\n\n{make()}\n<!-- end {name} -->"
-        after = place.sub(lambda _, new=new: new, after)
+        after = after[: found[0].start()] + new + after[found[0].end() :]
     return after
 
 
