@@ -82,6 +82,17 @@ def test_the_install_page_has_every_extra() -> None:
     assert set(re.findall(r"`([a-z0-9]+)`", rows)) == set(project["optional-dependencies"])
 
 
+def test_the_page_of_decisions_lists_all_of_them() -> None:
+    page = DOCS / "decisions/index.md"
+    assert "<!-- pages of this folder -->" in page.read_text(encoding="utf-8")
+    rows = site_hook.listed(page).splitlines()
+    assert len(rows) == len(list(page.parent.glob("0*.md")))
+    assert (
+        rows[0]
+        == "- [1. The strategies are in `quire.kv`, not in `quire.cache`](0001-the-room-of-strategies.md)"
+    )
+
+
 # -- links out of docs/ ----------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@
 
 A page's prose is written by hand. Between ``<!-- begin NAME: … -->`` and ``<!-- end NAME -->`` it
 has what this program makes: options, environment variables, commands, vLLM's flags, parsers,
-metrics, and the list of decisions. ``--check`` names the pages that are stale; without either,
+metrics, limits and versions. ``--check`` names the pages that are stale; without either,
 the parts are printed.
 """
 
@@ -75,6 +75,13 @@ def code(said: str) -> str:
         fence = "`" * (1 + max(map(len, re.findall("`+", said))))
         return f"{fence} {said} {fence}".replace("|", r"\|")
     return f"`{said}`".replace("|", r"\|")
+
+
+def title_of(page: Path) -> str:
+    """Return the first heading of a page."""
+    heading = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert heading is not None, f"{page} has no heading"
+    return heading[1]
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -505,22 +512,6 @@ def versions() -> str:
     return table(["package", "asked for", "tests are run with"], rows)
 
 
-# -- decisions -------------------------------------------------------------------------------------
-
-
-def title_of(page: Path) -> str:
-    """Return the first heading of a page."""
-    heading = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert heading is not None, f"{page} has no heading"
-    return heading[1]
-
-
-def decisions() -> str:
-    """Return all decisions, as links."""
-    pages = sorted((DOCS / "decisions").glob("[0-9]*.md"))
-    return "".join(f"- [{title_of(page)}]({page.name})\n" for page in pages)
-
-
 # -- pages -----------------------------------------------------------------------------------------
 
 PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = MappingProxyType(
@@ -542,7 +533,6 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = MappingProxyType(
         },
         "reference/limits.md": {"numbers": numbers},
         "reference/platforms.md": {"versions": versions},
-        "decisions/index.md": {"decisions": decisions},
     }
 )
 

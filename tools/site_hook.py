@@ -3,7 +3,8 @@
 A page may link to files outside docs/: sources, benchmarks, examples. The site has no repository to
 point to, so each linked file becomes a page of its own under source/, with an anchor per line
 (``#L49``) for code. Markdown among them is rendered, and its links are followed too. In the nav, an
-entry ``folder/*`` stands for all pages of a folder that the nav does not name.
+entry ``folder/*`` stands for all pages of a folder that the nav does not name; a page may list
+them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ PREFIX = "source/"
 _LINK = re.compile(r"(?P<text>\]\()(?P<target>(?!\w+:|#|/)[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=[)\s])")
 _LINE = re.compile(r'<a id="L-(\d+)" name="L-\1" href="#L-\1">')
 _IMAGES = frozenset({".svg", ".png"})
+_LISTED = "<!-- pages of this folder -->"
+_TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 _NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 
 
@@ -54,8 +57,14 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to files outside docs/, and links from these files, to their pages."""
-    return with_links(markdown, path_of(page.file.src_uri), page.file.src_uri)
+    """Point links to files outside docs/, and links from these files, to their pages.
+
+    A page lists the others of its folder in the place of ``<!-- pages of this folder -->``.
+    """
+    path = path_of(page.file.src_uri)
+    if _LISTED in markdown:
+        markdown = markdown.replace(_LISTED, listed(path))
+    return with_links(markdown, path, page.file.src_uri)
 
 
 # -- the nav ---------------------------------------------------------------------------------------
@@ -89,6 +98,16 @@ def entries(nav: list[Any]) -> Iterator[str]:
             yield from entries(inside if isinstance(inside, list) else [inside])
         else:
             yield item
+
+
+def listed(page: Path) -> str:
+    """Return a list of links to the other pages of a page's folder, by their titles."""
+    others = sorted(path for path in page.parent.glob("*.md") if path != page)
+    titles = [_TITLE.search(path.read_text(encoding="utf-8")) for path in others]
+    return "".join(
+        f"- [{title[1] if title else path.stem}]({path.name})\n"
+        for path, title in zip(others, titles, strict=True)
+    )
 
 
 def page_uri(path: Path) -> str:
