@@ -87,10 +87,8 @@ def test_the_page_of_decisions_lists_all_of_them() -> None:
     assert "<!-- pages of this folder -->" in page.read_text(encoding="utf-8")
     rows = site_hook.listed(page).splitlines()
     assert len(rows) == len(list(page.parent.glob("0*.md")))
-    assert (
-        rows[0]
-        == "- [1. The strategies are in `quire.kv`, not in `quire.cache`](0001-the-room-of-strategies.md)"
-    )
+    assert rows[0].startswith("- [1. The strategies are in `quire.kv`")
+    assert rows[0].endswith("](0001-the-room-of-strategies.md)")
 
 
 # -- links out of docs/ ----------------------------------------------------------------------------
