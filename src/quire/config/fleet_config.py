@@ -50,6 +50,13 @@ class FleetConfig:
         "dynamo (as Dynamo's SelectionService says; needs ai-dynamo).",
         panel=_PANEL,
     )
+    name_key: str | None = option(
+        None,
+        "File with a secret of 16 to 4,096 bytes, by which replicas name blocks of API keys and of "
+        "salts to the door. Default: one is drawn at each start. Needed where doors are more than "
+        "one, or a Serve file is deployed again.",
+        panel=ADVANCED,
+    )
     downscale_delay: float = option(
         600.0,
         "Seconds of little work before a replica, and with it its cached prefixes, is given up.",
@@ -76,6 +83,8 @@ class FleetConfig:
             _amount("cpus_per_replica", self.cpus_per_replica)
         _amount("gpus_per_replica", self.gpus_per_replica)
         one_of("placement", self.placement, PLACEMENT_NAMES)
+        if not isinstance(self.name_key, str | None):
+            raise ConfigError(f"name_key={self.name_key!r} must be the path of a file")
         seconds("downscale_delay", self.downscale_delay, may_be_zero=True)
         seconds("health_check_timeout", self.health_check_timeout, may_be_zero=False)
 

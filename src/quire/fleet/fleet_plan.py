@@ -5,11 +5,14 @@ deployments of it.
 """
 
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Final
 
 from quire.config import EngineConfig, FleetConfig, ServerConfig
+from quire.engine.event_format import KEY_BYTES
+from quire.engine.event_publisher import read_name_key
 from quire.errors import ConfigError
 
 APP: Final = "quire"  # the application's name
@@ -83,6 +86,14 @@ class FleetPlan:
     def server_config(self) -> ServerConfig:
         """Return the options of the server in front. Raises: ConfigError."""
         return ServerConfig.from_options(**self.server)
+
+    def name_key(self) -> bytes:
+        """Return the key by which replicas name blocks of tenants and salts to their door.
+
+        It is the file's, or drawn at each call. Raises: ConfigError.
+        """
+        path = self.fleet.name_key
+        return secrets.token_bytes(KEY_BYTES) if path is None else read_name_key(path, "name_key")
 
     @property
     def graceful_shutdown_s(self) -> float:

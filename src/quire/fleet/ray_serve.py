@@ -147,10 +147,11 @@ class FollowWork:
 # -- what is deployed ------------------------------------------------------------------------------
 
 
-def replicas(plan: FleetPlan, *, num_cpus: float, generation: int = 0) -> Any:
+def replicas(plan: FleetPlan, name_key: bytes, *, num_cpus: float, generation: int = 0) -> Any:
     """Return the deployment of a plan's engines, bound to its arguments.
 
-    Another ``generation`` has Serve replace the replicas that there are. Raises: ConfigError.
+    ``name_key``: by which they name blocks of tenants and salts, the door's, too. Another
+    ``generation`` has Serve replace the replicas that there are. Raises: ConfigError.
     """
     fleet, own = plan.fleet, plan.engine_config()
     grace_s = plan.graceful_shutdown_s
@@ -190,7 +191,7 @@ def replicas(plan: FleetPlan, *, num_cpus: float, generation: int = 0) -> Any:
         plan.model,
         dict(plan.engine),
         generation=generation,
-        publishes=fleet.placement != "least-loaded",
+        name_key=name_key if fleet.placement != "least-loaded" else None,
         shutdown_s=plan.server_config().shutdown_timeout,
     )
 
@@ -210,9 +211,10 @@ class ServedReplica:
         engine: Mapping[str, Any],
         *,
         generation: int,
-        publishes: bool,
+        name_key: bytes | None,
         shutdown_s: float,
     ) -> None:
+        """``name_key``: by which it names blocks in events; None: it publishes none."""
         self.name = serve.get_replica_context().replica_id.unique_id
         self._node = ray.util.get_node_ip_address()
         self._shutdown_s = shutdown_s
@@ -224,7 +226,9 @@ class ServedReplica:
         from quire.fleet.replica import LocalReplica
 
         _log_beside_serve()
-        own = {**engine, "kv_events_config": self._events()} if publishes else dict(engine)
+        own = dict(engine)
+        if name_key is not None:
+            own["kv_events_config"] = self._events(name_key)
         try:
             llm = AsyncLLM(model, **own)
         except QuireError as error:
@@ -232,13 +236,14 @@ class ServedReplica:
             raise RuntimeError(f"{_REFUSED}{error}{advice}") from error
         self._llm, self._local = llm, LocalReplica(self.name, llm)
 
-    def _events(self) -> KVEventsConfig:
+    def _events(self, name_key: bytes) -> KVEventsConfig:
         """Return where events are published: free ports, on loopback where the door is too."""
         host = "127.0.0.1" if is_loopback(self._node) else "*"
         return KVEventsConfig(
             enable_kv_cache_events=True,
             endpoint=f"tcp://{host}:0",
             replay_endpoint=f"tcp://{host}:0",
+            name_key=name_key,
         )
 
     # -- asked by Serve ----------------------------------------------------------------------------
@@ -555,8 +560,11 @@ class RayReplicas:
 class StartedFleet:
     """A fleet's replicas, as the process that has started them has them."""
 
-    def __init__(self, plan: FleetPlan, *, num_cpus: float, stops_ray: bool) -> None:
-        self._plan, self._num_cpus = plan, num_cpus
+    def __init__(
+        self, plan: FleetPlan, name_key: bytes, *, num_cpus: float, stops_ray: bool
+    ) -> None:
+        """``name_key``: of all its replicas, as ``FleetPlan.name_key`` says."""
+        self._plan, self.name_key, self._num_cpus = plan, name_key, num_cpus
         self._stops_ray = stops_ray  # it was started for this fleet
         self._generation = 0
         self._is_closed = False
@@ -568,7 +576,9 @@ class StartedFleet:
 
     def deploy(self) -> None:
         """Have Serve start the replicas, and return at once."""
-        deployment = replicas(self._plan, num_cpus=self._num_cpus, generation=self._generation)
+        deployment = replicas(
+            self._plan, self.name_key, num_cpus=self._num_cpus, generation=self._generation
+        )
         serve.run_many(
             [serve.RunTarget(deployment, name=APP, route_prefix=None)],
             wait_for_ingress_deployment_creation=False,
@@ -598,7 +608,7 @@ def start_fleet(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> Start
     ``tell`` is called with the number of replicas that are ready, that of all, and what is being
     waited for. Raises: ConfigError with the reason for which no replica can be started.
     """
-    address = ray_address()
+    address, name_key = ray_address(), plan.name_key()
     with _own_signals():
         try:
             if address is None:
@@ -633,7 +643,7 @@ def start_fleet(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> Start
     num_cpus = plan.fleet.cpus_per_replica
     if num_cpus is None:
         num_cpus = 1 if address else max(1, int(has["CPU"]) // plan.fleet.most)
-    fleet = StartedFleet(plan, num_cpus=num_cpus, stops_ray=address is None)
+    fleet = StartedFleet(plan, name_key, num_cpus=num_cpus, stops_ray=address is None)
     try:
         _require_room(plan, num_cpus, has)
         serve.start(proxy_location="Disabled")
@@ -707,14 +717,14 @@ def build(args: Mapping[str, Any]) -> Any:
     ``args`` are the file's, as ``quire fleet --print-config`` writes it. Raises: ConfigError.
     """
     plan = FleetPlan.from_args(args)
-    config = plan.server_config()
+    config, name_key = plan.server_config(), plan.name_key()
     door = serve.deployment(
         name=DOOR,
         max_ongoing_requests=_MOST_REQUESTS,  # it refuses by itself what is too much
         graceful_shutdown_timeout_s=config.shutdown_timeout,
         ray_actor_options={"num_cpus": 1},
-    )(serve.ingress(DoorApp(plan.fleet, config))(Door))
-    return door.bind(replicas(plan, num_cpus=plan.fleet.cpus_per_replica or 1))
+    )(serve.ingress(DoorApp(plan.fleet, config, name_key))(Door))
+    return door.bind(replicas(plan, name_key, num_cpus=plan.fleet.cpus_per_replica or 1))
 
 
 class Door:
@@ -728,8 +738,8 @@ class Door:
 class DoorApp:
     """The door as an ASGI app that Serve sends to a process, where it opens."""
 
-    def __init__(self, fleet: FleetConfig, config: ServerConfig) -> None:
-        self._fleet, self._config = fleet, config
+    def __init__(self, fleet: FleetConfig, config: ServerConfig, name_key: bytes) -> None:
+        self._fleet, self._config, self._name_key = fleet, config, name_key
         self._app: Any = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -743,7 +753,12 @@ class DoorApp:
         await receive()
         engines = serve.get_deployment_handle(REPLICA, serve.get_replica_context().app_name)
         async with (
-            open_door(self._fleet, self._config, partial(RayReplicas, engines)) as (app, _),
+            open_door(
+                self._fleet,
+                self._config,
+                partial(RayReplicas, engines),
+                name_key=self._name_key,
+            ) as (app, _),
             app.router.lifespan_context(app),
         ):
             self._app = app

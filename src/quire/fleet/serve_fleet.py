@@ -66,7 +66,12 @@ async def _serve(
     from quire.server.loop import drain, open_server
 
     async with (
-        open_door(plan.fleet, config, partial(RayReplicas, started.handle)) as (app, engine),
+        open_door(
+            plan.fleet,
+            config,
+            partial(RayReplicas, started.handle),
+            name_key=started.name_key,
+        ) as (app, engine),
         open_server(app, config, listeners, signals) as server,
     ):
         announce(
