@@ -97,10 +97,12 @@ class CountedPlacement:
         self._inner = inner
         self.open: dict[int, Placed] = {}
         self.forgotten: list[str] = []
+        self.sessions: list[str | None] = []
 
     def place(self, token_ids: Any, keys: Any, candidates: Any, *, session: Any = None) -> Placed:
         choice = self._inner.place(token_ids, keys, candidates, session=session)
         self.open[choice.number] = choice
+        self.sessions.append(session)
         return choice
 
     def note_first_token(self, choice: Placed) -> None:

@@ -320,6 +320,39 @@ def test_the_fleet_is_seen() -> None:
     run(ask())
 
 
+def test_a_session_is_told_to_the_placement() -> None:
+    async def ask() -> None:
+        config = ServerConfig(api_key=("alice", "bob"))
+        async with fleet_of() as fleet, door(fleet, config) as keyless:
+            alice, bob = keyless.with_key("alice"), keyless.with_key("bob")
+            body = {"prompt": TEXT, **GREEDY}
+            named = {**body, "user": "u", "safety_identifier": "i", "prompt_cache_key": "k"}
+            header = {"x_session_id": "s"}
+            for client, asked, headers in (
+                (alice, body, header),
+                (alice, named, header),
+                (alice, {**body, "prompt_cache_key": "s"}, {}),
+                (alice, named, {}),
+                (alice, {**body, "safety_identifier": "i", "user": "u"}, {}),
+                (alice, {**body, "user": "u"}, {}),
+                (bob, {**body, "user": "u"}, {}),
+                (alice, body, {}),
+            ):
+                answer = await client.call("/v1/completions", asked, **headers).whole()
+                assert answer.status == 200
+                assert "x-ignored-fields" not in answer.headers
+            asked = {"model": "demo", "messages": MESSAGES, "max_tokens": 2}
+            assert (await alice.call("/v1/messages", asked, **header).whole()).status == 200
+            first, again, as_key, key, identifier, user, other, none, message = (
+                fleet.placement.sessions
+            )
+            assert first == again == as_key == message
+            assert len({first, key, identifier, user, other}) == 5
+            assert none is None
+
+    run(ask())
+
+
 def test_quire_top_shows_the_replicas() -> None:
     def shown(view: FleetView) -> str:
         console = Console(width=100, file=StringIO())

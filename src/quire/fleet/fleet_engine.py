@@ -649,7 +649,9 @@ class FleetEngine:
             raise self._no_replica()
         request = stream.request
         token_ids = [*request.prompt_token_ids, *request.output_token_ids, *stream.token_ids]
-        choice = self._placement.place(np.array(token_ids, np.int32), request.keys, candidates)
+        choice = self._placement.place(
+            np.array(token_ids, np.int32), request.keys, candidates, session=request.session
+        )
         member = self.members[choice.replica]
         member.counts.routed_tokens.update(choice.found_tokens)
         member.counts.routed_tokens[None] += choice.computed_tokens
