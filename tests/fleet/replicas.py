@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
 from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.fleet_figures import FleetFigures, fleet_operation
-from quire.fleet.placement import LeastLoaded, Placed, Placement, RoundRobin
+from quire.fleet.placement import LeastLoaded, Load, Placed, Placement, RoundRobin
 from quire.fleet.replica import (
     LocalReplica,
     ReplicaFacts,
@@ -44,7 +45,7 @@ class BreakableReplica:
         self.dies_at: int | None = None  # at this piece, of all streams
         self.requests: list[Request] = []  # that it was sent
         self.aborted: list[str] = []
-        self.fact_changes: dict[str, Any] = {}
+        self.load_changes: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -81,7 +82,8 @@ class BreakableReplica:
 
     async def report(self) -> ReplicaReport:
         await self._live()
-        return await self._inner.report()
+        report = await self._inner.report()
+        return replace(report, load=replace(report.load, **self.load_changes))
 
     async def begin_drain(self) -> None:
         await self._inner.begin_drain()
@@ -98,6 +100,7 @@ class CountedPlacement:
         self.open: dict[int, Placed] = {}
         self.forgotten: list[str] = []
         self.sessions: list[str | None] = []
+        self.loads: dict[str, Load] = {}
 
     def place(self, token_ids: Any, keys: Any, candidates: Any, *, session: Any = None) -> Placed:
         choice = self._inner.place(token_ids, keys, candidates, session=session)
@@ -113,7 +116,8 @@ class CountedPlacement:
         del self.open[choice.number]
         self._inner.note_end(choice)
 
-    def report(self, replica: str, load: Any) -> None:
+    def report(self, replica: str, load: Load) -> None:
+        self.loads[replica] = load
         self._inner.report(replica, load)
 
     def forget(self, replica: str) -> None:

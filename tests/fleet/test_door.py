@@ -304,6 +304,9 @@ def test_the_fleet_is_seen() -> None:
             assert 2 <= sent < GREEDY["max_tokens"]
             assert not first["routed_tokens"]
             assert first["load"]["max_num_seqs"] == 32
+            assert first["load"]["kv_usage"] == 0
+            assert first["found_tokens"].keys() == {"device"}
+            assert seen["model"] == "demo"
             assert 0 < first["real_found_tokens"] <= 99
             figures = scraped((await root.get("/metrics")).body.decode())
             assert figures["quire:fleet_requests_total", "length", "a"] == 3
@@ -372,10 +375,11 @@ def test_quire_top_shows_the_replicas() -> None:
             text = (await client.get("/fleet")).body
         view = FleetView("http://door", msgspec.json.decode(text, type=FleetStatus))
         title, heading, first, second, why, *_ = shown(view).splitlines()
-        assert "a fleet, 1 of 2 replicas up, http://door" in title
+        assert "demo, a fleet, 1 of 2 replicas up, http://door" in title
         assert heading.split()[:3] == ["replica", "state", "running"]
         assert first.split()[:2] == ["a", "up"]
-        assert first.split()[6:8] == ["2", "0"]  # ended, lost
+        assert first.split()[8:10] == ["2", "0"]  # ended, lost
+        assert "from" not in heading
         assert second.split()[:2] == ["b", "lost"]
         assert why.strip() == "b is lost: replica b was killed"
         assert "reconnecting" in shown(view.lost())

@@ -27,7 +27,7 @@ from quire.engine.prompts import Prompt
 from quire.engine.request_maker import ModelFacts, RequestMaker
 from quire.engine.sequence import FinishReason, Request
 from quire.errors import ConfigError, QuireError, RequestError, one_line
-from quire.fleet.placement import Placed, Placement
+from quire.fleet.placement import Load, Placed, Placement
 from quire.fleet.replica import (
     ReplicaFacts,
     ReplicaHandle,
@@ -379,11 +379,23 @@ class FleetEngine:
 
     def _note(self, member: Member, report: ReplicaReport) -> None:
         member.report = report
-        self._placement.report(member.name, report.load)
+        self._placement.report(member.name, self._with_costs_of_others(report.load))
         if not report.takes_requests and member.state == "up":
             self._set(member, "draining", "it takes no new requests")
         elif report.takes_requests and member.state == "draining" and not member.told_to_drain:
             self._set(member, "up", "")
+
+    def _with_costs_of_others(self, load: Load) -> Load:
+        """Return a load in which a tier that the replica has not used costs what others measured,
+        in the mean.
+        """
+        measured: dict[Medium, list[float]] = {}
+        for member in self.members.values():
+            if member.report is not None and member.state == "up":
+                for medium, seconds in member.report.load.load_s_per_block.items():
+                    measured.setdefault(medium, []).append(seconds)
+        costs = {medium: sum(several) / len(several) for medium, several in measured.items()}
+        return replace(load, load_s_per_block={**costs, **load.load_s_per_block})
 
     def _lose(self, member: Member, why: str) -> None:
         """Route nothing to a replica that is lost, and let its streams know."""

@@ -11,6 +11,7 @@ class ReplicaLoad(msgspec.Struct, kw_only=True):
     num_running: int
     num_waiting: int
     queued_tokens: int
+    kv_usage: float  # the share of the KV memory that sequences hold
     max_num_seqs: int
     compute_s_per_token: float
 
@@ -34,5 +35,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
 class FleetStatus(msgspec.Struct, kw_only=True):
     """All replicas of a fleet."""
 
+    model: str  # the name for clients
+    chats: bool  # it takes messages
     num_resumed_streams: int
     replicas: list[ReplicaStatus]
