@@ -1,10 +1,11 @@
 """Fleets in this process: replicas that can be lost, frozen and asked to lie, and their doors."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 from quire import AsyncLLM
@@ -37,8 +38,8 @@ def engine(name: str) -> AsyncLLM:
 class BreakableReplica:
     """A replica over an engine that outlives it."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self.llm = name, engine(name)
+    def __init__(self, name: str, llm: AsyncLLM | None = None) -> None:
+        self._name, self.llm = name, llm or engine(name)
         self._inner = LocalReplica(name, self.llm)
         self.mode: Literal["works", "dead", "frozen"] = "works"
         self.num_pieces = 0
@@ -46,6 +47,9 @@ class BreakableReplica:
         self.requests: list[Request] = []  # that it was sent
         self.aborted: list[str] = []
         self.load_changes: dict[str, Any] = {}
+        self.piece_changes: dict[str, Any] = {}
+        self.freezes_at: int | None = None  # at this piece, of all streams
+        self.holds: asyncio.Event | None = None  # streams begin once it is set
 
     @property
     def name(self) -> str:
@@ -66,13 +70,17 @@ class BreakableReplica:
     ) -> AsyncGenerator[TextDelta, None]:
         self.requests.append(request)
         await self._live()
+        if self.holds is not None:
+            await self.holds.wait()
         async with aclosing(self._inner.generate(request, request_id=request_id)) as pieces:
             async for delta in pieces:
                 self.num_pieces += 1
                 if self.dies_at is not None and self.num_pieces >= self.dies_at:
                     self.mode = "dead"
+                if self.freezes_at is not None and self.num_pieces >= self.freezes_at:
+                    self.mode = "frozen"
                 await self._live()
-                yield delta
+                yield replace(delta, **self.piece_changes)
 
     async def abort(self, request_ids: Iterable[str] | None) -> None:
         await self._live()
@@ -87,6 +95,10 @@ class BreakableReplica:
 
     async def begin_drain(self) -> None:
         await self._inner.begin_drain()
+
+    def begin_anew(self) -> None:
+        """Take requests again."""
+        self._inner = LocalReplica(self._name, self.llm)
 
     async def close(self) -> None:
         """Leave the engine to the next test."""
@@ -152,10 +164,16 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet_of(
-    *names: str, placement: Placement | None = None, **options: Any
+    *names: str,
+    placement: Placement | None = None,
+    llms: Mapping[str, AsyncLLM] = MappingProxyType({}),
+    **options: Any,
 ) -> AsyncIterator[Fleet]:
-    """A fleet of replicas of these names, all up; nothing is left of its requests."""
-    replicas = [BreakableReplica(name) for name in names or ("a", "b")]
+    """A fleet of replicas of these names, all up; nothing is left of its requests.
+
+    ``llms``: engines of their own for some.
+    """
+    replicas = [BreakableReplica(name, llms.get(name)) for name in names or ("a", "b")]
     counted = CountedPlacement(placement or LeastLoaded(seed=1))
     handles: list[ReplicaHandle] = [*replicas]
     options = {"report_interval_s": 0.02, **options}

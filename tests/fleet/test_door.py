@@ -304,7 +304,7 @@ def test_the_fleet_is_seen() -> None:
             assert 2 <= sent < GREEDY["max_tokens"]
             assert not first["routed_tokens"]
             assert first["load"]["max_num_seqs"] == 32
-            assert first["load"]["kv_usage"] == 0
+            assert 0 <= first["load"]["kv_usage"] < 0.1
             assert first["found_tokens"].keys() == {"device"}
             assert seen["model"] == "demo"
             assert 0 < first["real_found_tokens"] <= 99

@@ -5,7 +5,6 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import uvicorn

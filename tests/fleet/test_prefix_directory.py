@@ -309,7 +309,9 @@ def test_one_replica_too_many_is_refused_until_another_is_forgotten() -> None:
     directory = PrefixDirectory(GROUPS, 2)
     for number in range(MAX_REPLICAS):
         directory.add(f"r{number}")
-    with pytest.raises(ConfigError, match=r"one too many: .* 64 replicas and shared stores at most; use"):
+    with pytest.raises(
+        ConfigError, match=r"one too many: .* 64 replicas and shared stores at most; use"
+    ):
         directory.apply("more", [])
     directory.forget("r5")
     directory.apply("more", on_the_wire(GROUPS, 2, Prompt((1, 1)).stored(2, [0])))
@@ -344,7 +346,7 @@ def test_a_long_prompt_is_looked_up_piece_by_piece() -> None:
     assert directory.find(hashes, ["a", "b"]) == {"a": {"GPU": 2500}, "b": {"GPU": 256}}
 
 
-# -- storage that several reach ----------------------------------------------------------------------
+# -- storage that several reach --------------------------------------------------------------------
 
 
 def test_what_one_has_stored_all_who_reach_it_find() -> None:

@@ -139,7 +139,8 @@ def test_answers_are_one_engines(two: FleetProcess, answers: dict[str, str]) -> 
     assert [stream.text for stream in streams] == [answers[prompt] for prompt in PROMPTS]
 
 
-def test_prefixes_stay_where_they_are(two: FleetProcess) -> None:
+@pytest.mark.parametrize("salt", [None, "a client's own"])
+def test_prefixes_stay_where_they_are(two: FleetProcess, salt: str | None) -> None:
     rng = random.Random(1)
     prefixes = [[rng.randrange(300, 4000) for _ in range(320)] for _ in range(6)]
 
@@ -149,7 +150,7 @@ def test_prefixes_stay_where_they_are(two: FleetProcess) -> None:
             for turn in range(4):
                 for number in rng.sample(range(6), 6):  # taking turns would look like staying
                     tail = [rng.randrange(300, 4000) for _ in range(20)]
-                    sent = body([*prefixes[number], *tail], 2, stream=False)
+                    sent = body([*prefixes[number], *tail], 2, stream=False, cache_salt=salt)
                     answer = (await client.post("/v1/completions", json=sent)).json()
                     details = answer["usage"].get("prompt_tokens_details") or {}
                     found.append(details.get("cached_tokens", 0) if turn else 320)

@@ -47,11 +47,16 @@ class FleetView:
             table.add_column(name, justify="right")
         for each in replicas:
             state = Text(each.state, _STATE_STYLES.get(each.state, ""))
-            table.add_row(Text(each.name), state, *_figures(each, tiers))
+            name = f"{each.name} (prefill)" if each.is_prefill else each.name
+            table.add_row(Text(name), state, *_figures(each, tiers))
         yield table
         for each in replicas:
             if each.why:
                 yield Text(f"{each.name} is {each.state}: {each.why}", style="dim")
+        if self.fleet.prefilled_prompts:
+            several = sorted(self.fleet.prefilled_prompts.items())
+            said = ", ".join(f"{what} {format_count(count)}" for what, count in several)
+            yield Text(f"prompts computed by prefill replicas: {said}", style="dim")
         yield Text(
             f"{format_count(self.fleet.num_resumed_streams)} streams went on elsewhere. queued: "
             "prompt tokens to be computed; found: those that a replica had, of those predicted; "

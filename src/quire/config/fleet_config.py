@@ -23,6 +23,12 @@ class FleetConfig:
         "Number of replicas: engines with the whole model, each in its own process.",
         panel=_PANEL,
     )
+    prefill_replicas: int = option(
+        0,
+        "Further replicas that compute prompts for the others, where that costs less than the "
+        "sequences it would delay there. On this machine only.",
+        panel=_PANEL,
+    )
     min_replicas: int | None = option(
         None,
         "Fewest replicas that the fleet shrinks to while there is little to do. Default: "
@@ -71,6 +77,7 @@ class FleetConfig:
 
     def __post_init__(self) -> None:
         in_range("replicas", self.replicas, 1, _MOST_REPLICAS)
+        in_range("prefill_replicas", self.prefill_replicas, 0, _MOST_REPLICAS)
         for name in ("min_replicas", "max_replicas"):
             if getattr(self, name) is not None:
                 in_range(name, getattr(self, name), 1, _MOST_REPLICAS)

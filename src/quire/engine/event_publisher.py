@@ -275,9 +275,7 @@ def read_name_key(path: str, option: str = "kv_events_config: name_key") -> byte
         with Path(path).open("rb") as file:
             secret = file.read(_LONGEST_SECRET + 1)
     except OSError as error:
-        raise ConfigError(
-            f"{option}={path!r} cannot be read: {error.strerror}"
-        ) from None
+        raise ConfigError(f"{option}={path!r} cannot be read: {error.strerror}") from None
     if not _SHORTEST_SECRET <= len(secret) <= _LONGEST_SECRET:
         raise ConfigError(
             f"{option}={path!r} has {min(len(secret), _LONGEST_SECRET + 1):,} bytes; a secret has "

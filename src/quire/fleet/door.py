@@ -103,6 +103,7 @@ def _engine(fleet: FleetConfig, facts: ReplicaFacts, name_key: bytes | None) -> 
         follower=follower,
         replica_timeout_s=fleet.health_check_timeout,
         patience_s=_PATIENCE_S,
+        prefills_apart=fleet.prefill_replicas > 0,
     )
 
 

@@ -175,6 +175,16 @@ FLEET_FAMILIES = (
         "Streams that went on at another replica after a part of them.",
         lambda fleet: {(): fleet.num_resumed},
     ),
+    _family(
+        "counter",
+        "prefilled_prompts_total",
+        "prompts",
+        "Prompts, where there are prefill replicas, by who computed them: apart: a prefill "
+        "replica, for the one that went on; here: the one that answered; failed: it, since the "
+        "prefill replica left nothing.",
+        lambda fleet: {(what,): count for what, count in fleet.num_prefilled.items()},
+        "outcome",
+    ),
 )
 
 
@@ -216,6 +226,7 @@ def status_of(fleet: FleetEngine, model: str, *, chats: bool) -> FleetStatus:
         model=model,
         chats=chats,
         num_resumed_streams=fleet.num_resumed,
+        prefilled_prompts={str(what): count for what, count in fleet.num_prefilled.items()},
         replicas=[_status(member, gaps.get(member.name, 0)) for member in fleet.members.values()],
     )
 
@@ -237,6 +248,7 @@ def _status(member: Member, num_gaps: int) -> ReplicaStatus:
         name=member.name,
         state=member.state,
         why=member.why,
+        is_prefill=member.is_prefill,
         num_streams=len(member.streams),
         load=load,
         found_tokens={_PLACES[medium]: tokens for medium, tokens in found.items()},

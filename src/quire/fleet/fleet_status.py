@@ -22,6 +22,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     name: str
     state: str
     why: str
+    is_prefill: bool  # it computes prompts for others
     num_streams: int
     load: ReplicaLoad | None
     found_tokens: dict[str, int]  # that it has found since it began: device, host, store
@@ -38,4 +39,5 @@ class FleetStatus(msgspec.Struct, kw_only=True):
     model: str  # the name for clients
     chats: bool  # it takes messages
     num_resumed_streams: int
+    prefilled_prompts: dict[str, int]  # by who computed them: apart, here, failed
     replicas: list[ReplicaStatus]

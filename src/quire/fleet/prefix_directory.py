@@ -10,8 +10,8 @@ For each block there is one bit a replica, in each group of layers and medium. S
 prompt's blocks answers for all replicas at once. Storage that several replicas reach has a bit of
 its own: what one of them tells of it counts for all.
 
-What a replica tells is believed of itself and of its storage alone, and only so much of it is kept. Methods may be
-called from several threads.
+What a replica tells is believed of itself and of its storage alone, and only so much of it is kept.
+Methods may be called from several threads.
 """
 
 import secrets
@@ -64,7 +64,7 @@ class _Holder:
     bit: np.uint64
     names: KeyTable = field(default_factory=lambda: KeyTable(has_stamps=True))
     store: "_Holder | None" = None  # of a replica: what has its blocks in storage
-    sharers: np.uint64 = np.uint64(0)  # of a store: the bits of replicas that reach it
+    sharers: np.uint64 = _NONE  # of a store: the bits of replicas that reach it
 
 
 @dataclass(frozen=True, slots=True)

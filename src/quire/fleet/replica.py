@@ -60,6 +60,7 @@ class ReplicaFacts:
     groups: tuple[Group, ...]  # of layers, as its events number them
     block_size: int  # tokens
     events: EventEndpoints | None = None  # None: it publishes none
+    is_prefill: bool = False  # it leaves the blocks of prompts for others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +208,7 @@ class LocalReplica:
 def facts_of(llm: LLM) -> ReplicaFacts:
     """Return the facts of an engine. Its weights are hashed, if they have not been."""
     events, config = llm.kv_events, llm.config.kv_events_config
-    endpoints = None
+    transfer, endpoints = llm.config.kv_transfer_config, None
     if events is not None and config is not None:
         endpoints = EventEndpoints(
             endpoint=events.endpoint,
@@ -221,6 +222,7 @@ def facts_of(llm: LLM) -> ReplicaFacts:
         groups=tuple(llm.accounting.groups),
         block_size=llm.config.block_size,
         events=endpoints,
+        is_prefill=transfer is not None and transfer.gives and not transfer.takes,
     )
 
 

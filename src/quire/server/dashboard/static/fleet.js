@@ -11,7 +11,7 @@ export function showFleet(fleet, { body, words }) {
   put(words, `${number(up)} of ${several(fleet.replicas.length, "replica")} up, ${several(fleet.num_resumed_streams, "stream")} went on elsewhere`);
   const there = new Map([...body.querySelectorAll("tr[data-name]")].map((row) => [row.dataset.name, row]));
   for (const replica of fleet.replicas) {
-    const row = there.get(replica.name) ?? newRow(replica.name);
+    const row = there.get(replica.name) ?? newRow(replica);
     there.delete(replica.name);
     if (!row.parentElement) body.append(row);
     row.dataset.state = replica.state;
@@ -27,10 +27,10 @@ function cellsOf({ state, why, load, num_streams, requests, predicted_found_toke
   return [why ? `${state}: ${why}` : state, ...said, number(num_streams), number(requests.lost ?? 0), number(predicted_found_tokens), number(real_found_tokens), found.join(" / "), number(num_event_gaps)];
 }
 
-function newRow(name) {
+function newRow({ name, is_prefill }) {
   const row = document.createElement("tr"), head = document.createElement("th");
   head.scope = "row";
-  head.textContent = name;
+  head.textContent = is_prefill ? `${name} (prefill)` : name;
   row.dataset.name = name;
   row.append(head, ...Array.from({ length: COLUMNS - 1 }, (_, i) => Object.assign(document.createElement("td"), { className: i ? "num" : "state" })));
   return row;
