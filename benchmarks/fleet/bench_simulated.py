@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import mean, median
@@ -114,7 +114,7 @@ def workloads(scale: float) -> dict[str, list[TraceRequest]]:
 
 def simulated(fleet: Fleet, trace: list[TraceRequest]) -> Figures:
     found = simulate(trace, fleet)
-    ttft = found.latencies["ttft"]
+    ttft = found.latencies["ttft_s"]
     return Figures(
         tokens_per_s=found.num_output_tokens / found.duration_s,
         ttft_mean_s=ttft["mean"],
@@ -234,7 +234,7 @@ def calibrated(model: str | None) -> tuple[FittedCosts, Fleet]:
 
 # -- the table -------------------------------------------------------------------------------------
 
-_COMPARED = (
+_COMPARED: tuple[tuple[str, Callable[[Figures], float]], ...] = (
     ("output tokens/s", lambda figures: figures.tokens_per_s),
     ("first byte, mean", lambda figures: figures.ttft_mean_s),
     ("first byte, median", lambda figures: figures.ttft_median_s),
