@@ -163,6 +163,7 @@ def test_an_aborted_request_ends_at_the_prefill_replica_too(llms) -> None:
             await ending
             tokens, _, reason = await reading
             assert (tokens, reason) == ([], "abort")
+            assert first.aborted
             assert not here.requests
 
     run(scene())
