@@ -43,6 +43,7 @@ OPTIONS: dict[str, Any] = {
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 WRITTEN, WRITTEN_PROMPT, WRITTEN_TOKENS = 6, 32, 80
 LONG, LONG_PROMPT, LONG_TOKENS = 6, 512, 4
+_PATIENCE_S = 300.0  # with a replica whose first step compiles kernels
 
 
 @dataclass(slots=True)
@@ -102,7 +103,11 @@ async def _fleet(folder: Path, model: str | None, *, is_apart: bool) -> AsyncIte
         for n, each in enumerate({**OPTIONS, **own} for own in more)
     ]
     engine = await FleetEngine.start(
-        replicas, LeastLoaded(seed=0), report_interval_s=0.1, prefills_apart=is_apart
+        replicas,
+        LeastLoaded(seed=0),
+        replica_timeout_s=_PATIENCE_S,
+        report_interval_s=0.1,
+        prefills_apart=is_apart,
     )
     try:
         while any(each.state != "up" for each in engine.members.values()) or len(

@@ -54,6 +54,7 @@ EVENTS = {
     "endpoint": "tcp://127.0.0.1:0",
     "replay_endpoint": "tcp://127.0.0.1:0",
 }
+_PATIENCE_S = 300.0  # with a replica whose first step compiles kernels
 _ID_TOKENS = 64  # of a prompt that a hash id stands for
 
 
@@ -175,7 +176,11 @@ async def _measure(
         directory = PrefixDirectory(facts.groups, facts.block_size)
         placement = PrefixAware(directory, seed=0)
         engine = await FleetEngine.start(
-            replicas, placement, follower=ZmqFollower(directory), report_interval_s=0.1
+            replicas,
+            placement,
+            follower=ZmqFollower(directory),
+            replica_timeout_s=_PATIENCE_S,
+            report_interval_s=0.1,
         )
         try:
             while [each.state for each in engine.members.values()] != ["up"] * NUM_REPLICAS:
