@@ -1,20 +1,18 @@
-"""What the documents promise holds: commands, links, code blocks and examples."""
+"""What the documents promise holds: commands, links, code blocks and figures."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from forks import run_fork
+from forks import run_program
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = ("docs", "benchmarks", "examples")
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+    [*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
 )
 AREA = "benchmarks.AREA.NAME"  # how benchmarks are run, said once
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-MAX_EXAMPLE_LINES, MAX_PLUGIN_LINES = 40, 90
-PLUGINS = ("attention_backend", "eviction_policy", "tier")  # whole ones, which guides explain
 
 # A block below this line is run, not only compiled. It must end by itself, offline, in seconds.
 RUNS = "<!-- this block is run by the tests -->"
@@ -39,11 +37,6 @@ def blocks(path: Path) -> list[tuple[int, str, bool]]:
         )
         for match in BLOCK.finditer(text)
     ]
-
-
-RUN = "import os, runpy, sys\nsys.path.insert(0, os.path.dirname(sys.argv[1]))\nsys.argv.pop(0)\n"
-RUN += "runpy.run_path(sys.argv[0], run_name='__main__')\nsys.stdout.flush()\n"
-RUN += "os._exit(0)  # to take the libraries apart takes longer than what was run"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
@@ -85,18 +78,22 @@ def test_every_python_block_compiles_and_some_run(path: Path, tmp_path: Path) ->
             block, folder = tmp_path / f"block_{line}.py", tmp_path / str(line)
             block.write_text(code, encoding="utf-8")
             folder.mkdir()
-            done = run_fork(RUN, str(block), cwd=folder, timeout=300)
+            done = run_program(block, cwd=folder, timeout=300)
             assert done.returncode == 0, f"{where}: the block fails:\n{done.stderr}"
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
-def test_every_example_is_short_and_runs(path: Path, tmp_path: Path) -> None:
-    num_lines = len(path.read_text(encoding="utf-8").splitlines())
-    most = MAX_PLUGIN_LINES if path.stem in PLUGINS else MAX_EXAMPLE_LINES
-    assert num_lines <= most, f"{num_lines} lines: it has at most {most}, to be read at a glance"
-    done = run_fork(RUN, str(path), cwd=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip(), "an example prints what it shows"
+def test_the_figures_of_the_readme_are_those_of_the_measurements() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[\w[^|]*\]\((benchmarks/\S+)\)(.*)\|$", readme, re.MULTILINE)
+    assert len(rows) > 4
+    for page, row in rows:
+        measured = (ROOT / page).read_text(encoding="utf-8")
+        _, ours, theirs, command, _ = row.split("|")
+        for figure in re.findall(r"[\d.,]*\d(?: (?:MiB|GiB|ms))?", ours + theirs):
+            assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d]|[.,]\d)", measured), figure
+        area = Path(page).parent.name
+        for given in re.findall(r"`(.+)`", command):
+            assert f"python -m benchmarks.{area}.{given}" in measured, given
 
 
 def test_no_test_is_marked_slow() -> None:
