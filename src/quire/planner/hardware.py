@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from quire.errors import ConfigError
 from quire.memory.machine import DeviceMemory, Machine, MemoryBound, unified_memory_cap
-from quire.planner.simulation.cost_model import RooflineCosts
+from quire.planner.simulation.cost_model import Mixture, Product, RooflineCosts
 from quire.planner.subject import Subject
 from quire.spec import ModelSpec
 
@@ -112,53 +112,85 @@ def machine_of(memory_bytes: int) -> Machine:
 
 # -- speeds ----------------------------------------------------------------------------------------
 
-# The share of the published peaks that serving reaches, and the engine's own time per step. These
-# are assumptions and not measurements: large products reach more, small ones less. For figures of
-# a machine that you have, calibrate on it.
+# The share of the published peaks that serving reaches, the engine's own time per step, and the
+# latency of an exchange between ranks. These are assumptions and not measurements: large products
+# reach more, small ones less. For figures of a machine that you have, calibrate on it.
 COMPUTE_FRACTION, BANDWIDTH_FRACTION = 0.6, 0.8
 STEP_S = 0.002
+EXCHANGE_S = 10e-6
+_EXCHANGES = 2  # of hidden states in each layer: behind attention, and behind the feed-forward part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """A device's peaks: dense products in 16 bits, memory bandwidth, and the link to the host."""
+    """A device's peaks: dense products, memory bandwidth, and links in one direction."""
 
-    flops_per_s: float
+    flops_per_s: float  # in 16 bits
+    flops_8_per_s: float  # in eight, of floats
+    flops_4_per_s: float
     bytes_per_s: float
     host_bytes_per_s: float
+    link_bytes_per_s: float  # to other devices of a replica
+
+    def flops_in(self, bits: int) -> float:
+        """Return the peak in 4, 8 or 16 bits; of wider products where it has none so narrow."""
+        if bits <= 4:
+            return self.flops_4_per_s
+        return self.flops_8_per_s if bits <= 8 else self.flops_per_s
 
 
-def _speed(teraflops: float, gigabytes: float, host_gigabytes: float) -> Speed:
+def _speed(
+    teraflops: float,
+    gigabytes: float,
+    host_gigabytes: float,
+    *,
+    tera_8: float = 0,
+    tera_4: float = 0,
+    link: float = 0,
+) -> Speed:
+    """Return the peaks in SI units; what a device lacks is done by what it has."""
+    tera_8 = tera_8 or teraflops
     return Speed(
         flops_per_s=teraflops * 1e12,
+        flops_8_per_s=tera_8 * 1e12,
+        flops_4_per_s=(tera_4 or tera_8) * 1e12,
         bytes_per_s=gigabytes * 1e9,
         host_bytes_per_s=host_gigabytes * 1e9,
+        link_bytes_per_s=(link or host_gigabytes) * 1e9,
     )
 
 
-# Teraflops without sparsity, with sums in 32 bits; PCIe in one direction. The sources
+# Teraflops without sparsity, with sums in 32 bits; links in one direction. The sources
 # are in docs/concepts/simulator.md.
 SPEEDS: Mapping[str, Speed] = MappingProxyType(
     {
         "t4": _speed(65, 320, 16),
-        "l4": _speed(121, 300, 32),
-        "l40s": _speed(362, 864, 32),
-        "rtx4090": _speed(165, 1008, 32),
-        "a100-40gb": _speed(312, 1555, 32),
-        "a100": _speed(312, 2039, 32),
-        "h100": _speed(989, 3350, 64),
-        "h200": _speed(989, 4800, 64),
-        "mi300x": _speed(1307, 5300, 64),
+        "l4": _speed(121, 300, 32, tera_8=242),
+        "l40s": _speed(362, 864, 32, tera_8=733),
+        "rtx4090": _speed(165, 1008, 32, tera_8=330),
+        "a100-40gb": _speed(312, 1555, 32, link=300),
+        "a100": _speed(312, 2039, 32, link=300),
+        "h100": _speed(989, 3350, 64, tera_8=1979, link=450),
+        "h200": _speed(989, 4800, 64, tera_8=1979, link=450),
+        "b200": _speed(2250, 8000, 64, tera_8=4500, tera_4=9000, link=900),
+        "mi300x": _speed(1307, 5300, 64, tera_8=2614, link=448),
     }
 )
 
 
-def roofline(subject: Subject, on_rank: ModelSpec, name: str, num_ranks: int) -> RooflineCosts:
-    """Make a cost model of a named device, or of ``num_ranks`` of them that share the heads.
+def roofline(
+    subject: Subject,
+    on_rank: ModelSpec,
+    name: str,
+    num_ranks: int,
+    *,
+    expert_skew: float = 0.0,
+) -> RooflineCosts:
+    """Make a cost model of a named device, or of ``num_ranks`` of them that share the weights.
 
-    It assumes queries as wide as the hidden states, and no time for communication between ranks.
+    Of a mixture, a step reads the experts that its tokens choose: all alike, or with a skew.
 
-    Raises: ConfigError for a device of unknown speed.
+    Raises: ConfigError for a device of unknown speed, or a skew below 0.
     """
     if name not in SPEEDS:
         raise ConfigError(
@@ -166,13 +198,42 @@ def roofline(subject: Subject, on_rank: ModelSpec, name: str, num_ranks: int) ->
             f"calibrate on it: quire bench --calibrate OUT.json, then --calibration OUT.json"
         )
     speed = SPEEDS[name]
+    counts, sizes, precision = subject.parameters, subject.weights, subject.precision
+    wide = COMPUTE_FRACTION * speed.flops_per_s
+    coded = COMPUTE_FRACTION * speed.flops_in(precision.computes_in_bits)
+
+    def product(num_bytes: int, num_weights: float, *, is_coded: bool) -> Product:
+        return Product(
+            num_bytes=num_bytes / num_ranks,
+            flops_per_token=2 * num_weights / num_ranks,
+            flops_per_s=coded if is_coded else wide,
+        )
+
+    experts = mixture = None
+    if subject.num_experts:
+        experts = product(sizes.experts, subject.chosen_experts, is_coded=True)
+        mixture = Mixture(subject.num_experts, subject.num_chosen, expert_skew)
+    exchanges = _EXCHANGES * subject.spec.num_layers if num_ranks > 1 else 0
+    # An all-reduce sends each element twice, less what a rank has of it already.
+    sent = 2 * (num_ranks - 1) / num_ranks * subject.own.hidden_size * subject.own.item_bytes
     return RooflineCosts(
-        flops_per_s=COMPUTE_FRACTION * speed.flops_per_s,
+        flops_per_s=wide,
         bytes_per_s=BANDWIDTH_FRACTION * speed.bytes_per_s,
         host_bytes_per_s=BANDWIDTH_FRACTION * speed.host_bytes_per_s,
-        step_s=STEP_S,
-        weights_bytes=subject.own.weights_bytes // num_ranks,
-        flops_per_token=2 * subject.num_active_parameters / num_ranks,
-        flops_per_pair=4 * subject.own.hidden_size * subject.spec.num_layers / num_ranks,
+        step_s=STEP_S + exchanges * EXCHANGE_S,
+        products=(
+            product(sizes.attention, counts.attention, is_coded=precision.codes_attention),
+            product(
+                sizes.dense + sizes.small,
+                counts.dense + counts.small,
+                is_coded=precision.codes_dense,
+            ),
+        ),
+        head=product(sizes.as_head, counts.as_head, is_coded=False),
+        experts=experts,
+        mixture=mixture,
+        flops_per_pair=subject.pair_flops / num_ranks,
         entry_bytes=on_rank.bytes_per_token,
+        state_bytes=on_rank.state_bytes,
+        exchange_s_per_token=exchanges * sent / (BANDWIDTH_FRACTION * speed.link_bytes_per_s),
     )
