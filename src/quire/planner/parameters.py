@@ -186,6 +186,42 @@ def pair_flops(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """Elements that a token's activations read and write between products, in all layers."""
+
+    whole: int  # hidden states, which every rank has whole
+    divided: int  # heads, and the inner widths of feed-forward layers
+
+
+def passed_elements(config: Mapping[str, Any], spec: ModelSpec, source: str) -> Passed:
+    """Count what norms, rotations and activation functions read and write for a token.
+
+    In a layer: each of two norms reads the stream and what is added to it, and writes both; queries
+    and keys are rotated; of gate and up projections one result is made. Experts get a copy of the
+    token each, and their results are added up. Raises: ConfigError.
+    """
+    shapes, fields = shapes_of(config, spec, source), text_fields(config, source)
+    rotated = sum(
+        2 * (_heads(fields, number) * _widths(kept)[0] + _key_elements(kept))
+        for number, kept in _kept(spec)
+        if not isinstance(kept, KeptWhole)
+    )
+    dense = shapes.num_dense * shapes.width + shapes.num_sparse * shapes.shared_width
+    chosen = shapes.num_sparse * shapes.num_chosen if shapes.num_experts else 0
+    return Passed(
+        whole=8 * shapes.hidden_size * shapes.num_layers,
+        divided=rotated
+        + shapes.num_matrices * (dense + chosen * shapes.expert_width)
+        + 2 * chosen * shapes.hidden_size,
+    )
+
+
+def _key_elements(kept: AttentionSpec) -> int:
+    heads, width = kept.entry_shapes[0]
+    return heads * width
+
+
 def widest_rows(config: Mapping[str, Any], spec: ModelSpec, source: str) -> int:
     """Return the most outputs that a token has in one product. Raises: ConfigError."""
     shapes = shapes_of(config, spec, source)

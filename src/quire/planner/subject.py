@@ -4,7 +4,7 @@ Only its config.json and the headers of its weight files are read; no weight is 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.resources import files
@@ -14,10 +14,12 @@ from typing import Any
 from quire.errors import ModelNotLoadable
 from quire.memory.budget import Footprint
 from quire.planner.parameters import (
+    Passed,
     WeightParts,
     names_a_tower,
     pair_flops,
     parameters_of,
+    passed_elements,
     shapes_of,
 )
 from quire.planner.precision import NAMED, Precision, named, precision_of, uncoded, unread_method
@@ -47,22 +49,33 @@ class Published:
     name: str  # as on the Hugging Face hub
     config: Mapping[str, Any]  # the fields of its config.json that size it
     source: str  # the page from which it was read
+    read_on: str  # a date
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedModels:
-    """The table, and the date on which its sources were read."""
+    """The table."""
 
-    read_on: str  # a date
     models: tuple[Published, ...]
 
     def find(self, name: str) -> Published | None:
-        """Find a model by its name, in any case, with or without its organisation."""
+        """Find a model by its name, in any case, with or without its organisation.
+
+        The beginning of a name is enough, up to a hyphen, if it is that of one model alone.
+        """
         wanted = name.strip().lower()
-        for model in self.models:
-            if wanted in (model.name.lower(), _short(model.name)):
-                return model
-        return None
+        exact = [m for m in self.models if wanted in (m.name.lower(), _short(m.name))]
+        begun = exact or self.beginning(wanted)
+        return begun[0] if len(begun) == 1 else None
+
+    def beginning(self, name: str) -> Sequence[Published]:
+        """Return the models whose names begin so, and go on behind a hyphen."""
+        wanted = f"{name.strip().lower()}-"
+        return [
+            m
+            for m in self.models
+            if f"{m.name.lower()}-".startswith(wanted) or f"{_short(m.name)}-".startswith(wanted)
+        ]
 
     def nearest(self, name: str) -> str | None:
         """Return the name that is spelled most alike, if any is."""
@@ -76,12 +89,12 @@ def published_models() -> PublishedModels:
     said = json.loads((files("quire.planner") / _TABLE).read_text(encoding="utf-8"))
     sources = said["sources"]
     return PublishedModels(
-        read_on=said["read_on"],
         models=tuple(
             Published(
                 name=name,
                 config=entry["config"],
                 source=sources.get(entry["source"], entry["source"]),
+                read_on=entry.get("read_on", said["read_on"]),
             )
             for name, entry in said["models"].items()
         ),
@@ -114,6 +127,7 @@ class Subject:
     num_experts: int  # 0 for a dense model
     num_chosen: int  # experts per token
     pair_flops: int  # of attention in all layers, for one pair of a token and an entry
+    passed: Passed  # by activations between products, for a token
     left_out: str = ""  # what the figures do not count
 
     @property
@@ -171,15 +185,26 @@ def find_subject(
         raise ModelNotLoadable(f"there is no folder {path}")
     table = published_models()
     if (found := table.find(name)) is not None:
-        return _of_table(found, table.read_on, dtype, asked)
+        return _of_table(found, dtype, asked)
     if name.count("/") == 1:
         return _of_hub(name, dtype, table.nearest(name), asked)
     near = table.nearest(name)
     hint = f"did you mean {near!r}? " if near else ""
+    if several := table.beginning(name):
+        hint = f"several begin so: {', '.join(model.name for model in several)}; "
     raise ModelNotLoadable(
         f"{name!r} is not a folder, a file or a name of the table; {hint}quire plan --list shows "
         "the table, and a name with an organisation (org/name) is looked up on the hub"
     )
+
+
+def subject_of(name: str, config: Mapping[str, Any], *, weights: str = PUBLISHED) -> Subject:
+    """Describe a model by the fields of its config.json alone.
+
+    Raises: ConfigError; UnsupportedModel.
+    """
+    asked = None if weights == PUBLISHED else named(weights)
+    return _of_config(name, config, f"config.json of {name}", "auto", asked)
 
 
 def _of_folder(name: str, folder: Path, dtype: str, asked: Precision | None) -> Subject:
@@ -219,6 +244,7 @@ def _of_tensors(
         num_experts=shapes.num_experts,
         num_chosen=shapes.num_chosen,
         pair_flops=pair_flops(config, spec, source),
+        passed=passed_elements(config, spec, source),
     )
 
 
@@ -239,19 +265,20 @@ def _of_config(
         dtype=computing,
         own=estimated_footprint(weights, config, spec, source, item_bytes),
         source=source,
-        weights_source=f"estimate from its config.json, {_kept_as(config, precision)}",
+        weights_source=f"estimate from its config.json, {_kept_as(config, precision, parameters)}",
         parameters=parameters,
         weights=weights,
         precision=precision,
         num_experts=shapes.num_experts,
         num_chosen=shapes.num_chosen,
         pair_flops=pair_flops(config, spec, source),
+        passed=passed_elements(config, spec, source),
         left_out=left_out,
     )
 
 
-def _of_table(found: Published, read_on: str, dtype: str, asked: Precision | None) -> Subject:
-    source = f"the bundled table, read on {read_on} from {found.source}"
+def _of_table(found: Published, dtype: str, asked: Precision | None) -> Subject:
+    source = f"the bundled table, read on {found.read_on} from {found.source}"
     subject = _of_config(found.name, found.config, f"config.json of {found.name}", dtype, asked)
     return replace(subject, source=source)
 
@@ -296,15 +323,18 @@ def _stated(config: Mapping[str, Any], dtype: str) -> Precision:
     return precision_of(config) or uncoded(dtype, dtype_bytes(dtype))
 
 
-def _kept_as(config: Mapping[str, Any], precision: Precision) -> str:
+def _kept_as(config: Mapping[str, Any], precision: Precision, parameters: WeightParts) -> str:
     if (method := unread_method(config)) is not None:
         return f"in {precision.name}: its quantization ({method}) is of an unknown kind"
     if not precision.is_coded:
         return f"in {precision.name}"
-    coded = ["experts"]
-    coded += ["attention"] if precision.codes_attention else []
-    coded += ["dense layers"] if precision.codes_dense else []
-    return f"{precision.bits:.4g} bits a weight of {', '.join(coded)}, other weights in 16"
+    parts = {
+        "attention": precision.codes_attention and parameters.attention,
+        "dense layers": precision.codes_dense and parameters.dense,
+        "experts": parameters.experts,
+    }
+    coded = ", ".join(name for name, count in parts.items() if count)
+    return f"{precision.bits:.4g} bits a weight of {coded}; tables, norms and routers as they were"
 
 
 def _is_quantized(config: Mapping[str, Any]) -> bool:

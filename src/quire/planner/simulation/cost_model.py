@@ -15,7 +15,7 @@ from typing import Any, Protocol, final
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.step_plan import Chunk, StepPlan
+from quire.engine.step_plan import StepPlan
 from quire.errors import ConfigError, RequestError
 from quire.spec import ChunkedAttention, Group, KeptWhole, SlidingWindow
 
@@ -63,13 +63,13 @@ class Reach:
         for chunk in plan.chunks:
             num_tokens += chunk.stop - chunk.start
             num_prompts += chunk.stop - chunk.start > 1
-            more_read, more_attended = self._of_chunk(chunk)
+            more_read, more_attended = self.of_range(chunk.start, chunk.stop)
             read, attended = read + more_read, attended + more_attended
         sampled = {draw.sequence.seq_id for draw in plan.draws}
         return StepWork(num_tokens, len(plan.chunks), len(sampled), read, attended, num_prompts)
 
-    def _of_chunk(self, chunk: Chunk) -> tuple[float, float]:
-        start, stop = chunk.start, chunk.stop
+    def of_range(self, start: int, stop: int) -> tuple[float, float]:
+        """Count the entries that tokens [start, stop) of a sequence read, and their pairs."""
         count = stop - start
         pairs = count * (start + stop + 1) / 2
         read, attended = self._full_share * stop, self._full_share * pairs
@@ -114,6 +114,17 @@ class StepCosts(Protocol):
     def seconds(self, work: StepWork) -> float:
         """Return the seconds of a step, with sampling and the engine's own time."""
         ...
+
+
+def first_token_s(costs: StepCosts, reach: Reach, input_tokens: int, chunk_tokens: int) -> float:
+    """Return the seconds to the first token of a prompt that is alone, in chunks of so many."""
+    seconds = 0.0
+    for start in range(0, input_tokens, chunk_tokens):
+        stop = min(start + chunk_tokens, input_tokens)
+        read, attended = reach.of_range(start, stop)
+        is_last = int(stop == input_tokens)
+        seconds += costs.seconds(StepWork(stop - start, 1, is_last, read, attended, 1))
+    return seconds
 
 
 def features(work: StepWork) -> tuple[float, ...]:
@@ -269,8 +280,9 @@ class Product:
 class RooflineCosts:
     """The longer of computing and reading for each part of a step, plus a constant for the engine.
 
-    The parts follow each other: products of all tokens, experts, attention, logits, and what ranks
-    exchange. It is no measurement: it tells what a device could do at given shares of its peaks.
+    The parts follow each other: products of all tokens, experts, attention, logits, what lies
+    between products, and what ranks exchange. It is no measurement: it tells what a device could do
+    at given shares of its peaks.
     """
 
     flops_per_s: float  # of attention, that serving reaches
@@ -283,6 +295,7 @@ class RooflineCosts:
     mixture: Mixture | None = None
     flops_per_pair: float  # of attention, per token and entry
     entry_bytes: int  # of a token's keys and values in all layers
+    activation_bytes: float = 0.0  # of a token, read and written between products
     state_bytes: int = 0  # of a sequence's recurrent states, which each step reads and writes
     exchange_s_per_token: float = 0.0  # between ranks
 
@@ -296,6 +309,7 @@ class RooflineCosts:
         if self.experts is not None and self.mixture is not None:
             touched = self.mixture.touched(tokens) / self.mixture.num_experts
             seconds += self.experts.seconds(tokens, rate, touched)
+        seconds += self.activation_bytes * tokens / rate
         moved = self.entry_bytes * (work.num_read + tokens)
         moved += 2 * self.state_bytes * work.num_sequences
         attending_s = self.flops_per_pair * work.num_attended / self.flops_per_s
