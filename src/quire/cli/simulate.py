@@ -43,6 +43,7 @@ from quire.traces.synthetic import Gamma, LogNormal, Synthetic
 from quire.units import format_bytes, format_count
 
 _MOST_DELAY_MS = 60_000
+_LOOKED_AT = 1000  # requests of a trace, for the ids of their blocks
 
 # -- the table -------------------------------------------------------------------------------------
 
@@ -113,7 +114,10 @@ _TWICE: tuple[Row, ...] = (
 
 def _misses(results: Several[SimulationResult]) -> Iterator[Row]:
     """Yield rows with the share of prompt tokens that were cached, and why others were not."""
-    yield "prompt tokens cached", lambda r: f"{r.hit_rate:.1%}"
+    yield (
+        "prompt tokens cached",
+        lambda r: f"{r.hit_rate:.1%}" if r.prefix_query_tokens else "not looked up",
+    )
     reasons = dict.fromkeys(
         reason
         for result in results
@@ -123,7 +127,9 @@ def _misses(results: Several[SimulationResult]) -> Iterator[Row]:
 
     def missed(reason: str) -> Callable[[SimulationResult], str]:
         return lambda r: (
-            f"{r.prefix_missed_tokens.get(reason, 0) / max(1, r.prefix_query_tokens):.1%}"
+            f"{r.prefix_missed_tokens.get(reason, 0) / r.prefix_query_tokens:.1%}"
+            if r.prefix_query_tokens
+            else ""
         )
 
     for reason in reasons:
@@ -248,6 +254,15 @@ class Traffic:
             prefix_tokens=self.prefix_len or 0,
             seed=self.seed,
         )
+
+    def tells_prefixes(self, source: str) -> bool:
+        """Return whether a source says which prompts begin alike, by its first requests.
+
+        Of drawn traffic it is known. Raises: ConfigError.
+        """
+        if not self.traces:
+            return True
+        return any(request.hash_ids for request in islice(self.open(source), _LOOKED_AT))
 
     def first(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
         """Yield the first ``num_requests`` requests."""
@@ -443,7 +458,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
                 chrome.ended(replica, sequence)
 
         for source in traffic.sources:
-            for name, config in variants:
+            for name, config in _as_told(traffic, source, variants, notes):
                 # An engine here has a limit of mappings; that of another machine is not known.
                 fleet = fleet_for(
                     subject,
@@ -571,6 +586,27 @@ def _costs(
     )
     on_rank = rank_spec(subject.spec, tp)
     return roofline(subject, on_rank, name, tp, expert_skew=expert_skew), [note]
+
+
+def _as_told(
+    traffic: Traffic, source: str, variants: list[tuple[str, EngineConfig]], notes: list[str]
+) -> list[tuple[str, EngineConfig]]:
+    """Return the variants, without a prefix cache for a trace that has no ids of blocks; note it.
+
+    Raises: ConfigError for tiers behind such a trace.
+    """
+    if traffic.tells_prefixes(source):
+        return variants
+    if variants[0][1].tiers:
+        raise ConfigError(
+            f"trace {source} does not tell which prompts begin alike, so tiers have nothing to "
+            f"find: leave out --kv-tier, or take a trace with hash_ids"
+        )
+    notes.append(
+        f"{source}: the trace does not tell which prompts begin alike, so it is simulated without "
+        f"a prefix cache; a server that finds some computes less"
+    )
+    return [(name, replace(config, enable_prefix_caching=False)) for name, config in variants]
 
 
 def _refuse(replicas: int, tp: int, routing: str, event_delay: float) -> None:
