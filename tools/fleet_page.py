@@ -466,7 +466,8 @@ def _about_routing(_: Path, page: str) -> str:
         f"Of the prompts' tokens {ways} are found, most under `{best}`. The goal for further "
         f"tokens is {1e3 * SHARED_TPOT_S:.0f} ms. {late}: a full step of "
         f"{format_count(SHARED_CHUNK)} tokens takes {1e3 * step_s:.0f} ms by the roofline, "
-        f"without attention. A smaller `--max-num-batched-tokens` would lower that, and delay first tokens.\n"
+        f"without attention. A smaller `--max-num-batched-tokens` would lower that, and delay "
+        f"first tokens.\n"
     )
 
 

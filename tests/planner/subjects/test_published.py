@@ -67,7 +67,7 @@ def test_weights_are_about_what_their_makers_state(name: str) -> None:
     subject = find_subject(name)
     assert subject.num_parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
     size = GIGABYTES.get(name, 2 * subject.num_parameters / 1e9)
-    assert subject.own.weights_bytes / 1e9 == pytest.approx(size, rel=0.002)
+    assert subject.own.weights_bytes / 1e9 == pytest.approx(size, rel=0.005)
 
 
 @pytest.mark.parametrize("name", ACTIVE_BILLIONS)
