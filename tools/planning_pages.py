@@ -15,7 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quire.planner.hardware import DEVICES, SPEEDS
+from quire.config import EngineConfig
+from quire.planner.hardware import DEVICES, SPEEDS, roofline
+from quire.planner.simulation.simulated_engine import prices_of
 from quire.planner.subject import find_subject, published_models
 from quire.units import format_bytes, format_count
 
@@ -48,7 +50,21 @@ def main() -> int:
 
 def guide(text: str) -> str:
     """Return the guide with the outputs of its commands."""
+    token, rate = computed()
+    said = re.compile(
+        r"in [\dA-Z.]+ µs in steps of (\d+), which\na tier of less than [\dA-Z.]+ GB/s"
+    )
+    text = said.sub(
+        lambda m: f"in {token} µs in steps of {m[1]}, which\na tier of less than {rate} GB/s", text
+    )
     return SHOWN.sub(lambda found: _shown(found[1]), text)
+
+
+def computed() -> tuple[str, str]:
+    """Return the microseconds of a token on an H100, and the tier's GB/s that are as quick."""
+    subject, steps = find_subject("Llama-3.1-8B"), EngineConfig().max_num_batched_tokens
+    token_s = prices_of(roofline(subject, subject.spec, "h100", 1), steps).token_s
+    return f"{1e6 * token_s:.0f}", f"{subject.spec.bytes_per_token / token_s / 1e9:.2g}"
 
 
 def _shown(command: str) -> str:

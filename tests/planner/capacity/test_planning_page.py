@@ -45,6 +45,11 @@ def test_what_the_guide_shows_is_what_is_printed(
     assert "\n".join(printed).strip("\n") == shown.rstrip("\n")
 
 
+def test_the_guide_says_what_a_token_takes(tool: ModuleType) -> None:
+    token, rate = tool.computed()
+    assert f"in {token} µs in steps of 512, which\na tier of less than {rate} GB/s" in GUIDE
+
+
 def test_the_guide_shows_some() -> None:
     assert len(SHOWN) >= 2
 
