@@ -1,9 +1,9 @@
 """What the planner predicts by data sheets, against what others have measured and published.
 
 ``published.toml`` has the figures, each with its source; none is of our own making. A saturated
-server and one with so many requests at a time are simulated, with the engine's own scheduler and
-memory; a fixed batch and a first token are added up from the cost model's steps. One set of
-constants (``quire.planner.hardware``) serves every model and device.
+server, and one with so many requests at a time, are those of ``quire plan``; a fixed batch and a
+first token are added up from the cost model's steps. One set of constants
+(``quire.planner.hardware``) serves every model and device.
 
     python -m benchmarks.planner.bench_published [--only SOURCE]
 """
@@ -20,6 +20,7 @@ import typer
 from benchmarks.harness.report import Output, Run, Table, WithClaims
 from quire.cli.plan import place_of
 from quire.config import EngineConfig
+from quire.planner.capacity import plan
 from quire.planner.hardware import (
     BANDWIDTH_FRACTION,
     COMPUTE_FRACTION,
@@ -29,12 +30,12 @@ from quire.planner.hardware import (
     STEP_S,
     roofline,
 )
+from quire.planner.saturation import saturated
+from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.simulation.cost_model import Reach, RooflineCosts, StepWork, first_token_s
-from quire.planner.simulation.simulator import fleet_for, simulate
 from quire.planner.subject import Subject, find_subject, subject_of
 from quire.spec import ModelSpec
 from quire.spec.tensor_parallel import rank_spec
-from quire.traces import TraceRequest
 
 DATA = Path(__file__).with_name("published.toml")
 GOAL_ERROR = 0.25
@@ -43,7 +44,6 @@ MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MEMORY_UTILIZATION = 2048, 8192, 0.95
 # Requests of a run by its lengths, as TensorRT-LLM's pages list them.
 NUM_REQUESTS = {128 + 2048: 3000, 2500: 3000, 2000: 3000, 2048: 3000, 22_000: 1000}
 NUM_OTHERS = 1500
-ROUNDS = 10  # of requests that are served so many at a time
 STRIDE = 16  # tokens of an answer between two looks at a fixed batch
 
 app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
@@ -142,7 +142,7 @@ def _fixed_batch(point: Point, stored: ModelSpec, costs: RooflineCosts) -> float
 
 
 def _served(point: Point, subject: Subject, costs: RooflineCosts) -> float:
-    """Simulate a server with all requests in its queue from the start."""
+    """Plan a server with all requests in its queue from the start, and ask what it computes."""
     longest = point.input_tokens + point.output_tokens
     config = EngineConfig.from_options(
         cache="paged",
@@ -152,17 +152,15 @@ def _served(point: Point, subject: Subject, costs: RooflineCosts) -> float:
         budget="vllm",
         memory_utilization=MEMORY_UTILIZATION,
         kv_cache_dtype=point.kv,
-        enable_prefix_caching=False,
     )
-    fleet = fleet_for(subject, config, place_of(None, point.device), costs, num_ranks=point.tp)
-    count = ROUNDS * point.batch or NUM_REQUESTS.get(longest, NUM_OTHERS)
-    request = TraceRequest(
-        at_s=0.0, input_tokens=point.input_tokens, output_tokens=point.output_tokens
-    )
-    result = simulate((request for _ in range(count)), fleet)
-    if point.kind == "tpot":
-        return 1e3 * result.latencies["tpot_s"]["p50"]
-    return result.output_tokens_per_s
+    request = PlannedLengths(input_tokens=point.input_tokens, output_tokens=point.output_tokens)
+    place = place_of(None, point.device)
+    found = plan(subject, config, place, num_ranks=point.tp, request=request, compare=False)
+    most = point.batch or NUM_REQUESTS.get(longest, NUM_OTHERS)
+    full = saturated(found, costs, num_requests=most)
+    if full is None:
+        raise ValueError(f"{point.model} does not fit {point.tp} × {point.device}")
+    return 1e3 * full.step_s if point.kind == "tpot" else full.output_tokens_per_s
 
 
 # -- what is shown ---------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import pytest
 from benchmarks.planner.bench_published import GOAL_ERROR, Point, predicted, read
 
 POINTS, SAID = read()
-QUICK = [point for point in POINTS if point.kind in ("batch", "ttft")]
 
 
 def test_every_figure_has_a_source_that_is_an_address() -> None:
@@ -28,15 +27,14 @@ def test_a_figure_without_a_source_is_refused(tmp_path) -> None:
         read(path)
 
 
-def test_batches_and_first_tokens_are_predicted() -> None:
-    errors = [abs(predicted(each, SAID["configs"]) / each.measured - 1) for each in QUICK]
-    assert len(errors) >= 15
+@pytest.mark.parametrize("kind", ["saturation", "batch", "tpot", "ttft"])
+def test_figures_are_predicted_within_a_quarter_in_the_median(kind: str) -> None:
+    """Those whose plan takes little time: of a saturated server the ones with short answers."""
+    most = {"saturation": 128, "tpot": 1024}.get(kind, 4096)
+    several = [each for each in POINTS if each.kind == kind and each.output_tokens <= most]
+    errors = [abs(predicted(each, SAID["configs"]) / each.measured - 1) for each in several]
+    assert len(errors) >= 5
     assert statistics.median(errors) <= GOAL_ERROR
-
-
-def test_a_few_requests_at_a_time_are_simulated() -> None:
-    point = next(p for p in POINTS if p.kind == "tpot" and p.output_tokens <= 1024)
-    assert predicted(point, SAID["configs"]) == pytest.approx(point.measured, rel=0.5)
 
 
 def test_a_quicker_memory_makes_quicker_tokens() -> None:

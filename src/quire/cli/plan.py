@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from quire.cli.options import AsJson, Weights, load_model, with_engine_options
-from quire.cli.plan_report import as_dict, print_plan, print_table_of_models
+from quire.cli.plan_report import Speeds, as_dict, print_plan, print_table_of_models
 from quire.cli.planned_tiers import TierSizes, TierSpeeds
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -32,6 +32,7 @@ from quire.planner.hardware import (
     roofline,
 )
 from quire.planner.planned_tiers import TierTable
+from quire.planner.saturation import saturated
 from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.simulation.simulated_engine import prices_of
 from quire.planner.subject import PUBLISHED, Subject, find_subject, published_models
@@ -148,17 +149,17 @@ def plan(  # noqa: PLR0913 - flags
         )
         fitted, found = _fitted(found, fit, for_many="max_num_seqs" in engine)
         remedies = [] if found.fits else list(changes(found))
-    token_s = first = None
+    token_s = first = full = None
     tiers = tiers_of(found, table)
     if (key := known_speed(device)) is not None:
         costs = roofline(subject, rank_spec(subject.spec, tp), key, tp)
         token_s = prices_of(costs, found.config.max_num_batched_tokens).token_s
-        first = first_token(found, costs)
+        first, full = first_token(found, costs), saturated(found, costs)
+    speed = Speeds(token_s=token_s, first=first, full=full)
     if as_json:
-        said = as_dict(found, remedies, fitted, tiers=tiers, token_s=token_s, first=first)
-        print(json.dumps(said))
+        print(json.dumps(as_dict(found, remedies, fitted, tiers=tiers, speeds=speed)))
     else:
-        print_plan(found, remedies, fitted, tiers=tiers, token_s=token_s, first=first)
+        print_plan(found, remedies, fitted, tiers=tiers, speeds=speed)
 
 
 def num_ranks_of(tp: int, config: EngineConfig) -> int:

@@ -18,6 +18,7 @@ from quire.planner.first_token import FirstToken
 from quire.planner.fit import OptionChange
 from quire.planner.planned_tiers import PlannedTier, pays_from
 from quire.planner.precision import named
+from quire.planner.saturation import Saturation
 from quire.planner.subject import PublishedModels as Models
 from quire.planner.subject import find_subject
 from quire.spec import (
@@ -90,18 +91,27 @@ def start_up(
 # -- the report ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What a plan's device computes by its data sheet; None: its speed is not known."""
+
+    token_s: float | None = None  # to compute a token
+    first: FirstToken | None = None
+    full: Saturation | None = None
+
+
 def print_plan(
     found: CapacityPlan,
     remedies: Sequence[OptionChange],
     fitted: str | None,
     *,
     tiers: Sequence[PlannedTier] = (),
-    token_s: float | None = None,  # to compute a token; None: not known
-    first: FirstToken | None = None,
+    speeds: Speeds,
 ) -> None:
     """Print the answer, the model, bytes per token, the budget, tiers, and what to change."""
     console = Console(highlight=False)
-    console.print(_answer(found))
+    token_s, first = speeds.token_s, speeds.first
+    console.print(_answer(found, speeds.full))
     console.print()
     for line in _subject(found):
         console.print(line)
@@ -164,11 +174,10 @@ def as_dict(
     fitted: str | None,
     *,
     tiers: Sequence[PlannedTier] = (),
-    token_s: float | None = None,
-    first: FirstToken | None = None,
+    speeds: Speeds,
 ) -> dict[str, Any]:
     """Return the plan as a JSON object."""
-    subject = found.subject
+    subject, token_s = found.subject, speeds.token_s
     return {
         "model": subject.name,
         "source": subject.source,
@@ -177,7 +186,8 @@ def as_dict(
         "weights_source": subject.weights_source,
         "weights_precision": subject.precision.name,
         "weights_bytes_by_precision": dict(subject.bytes_by_precision),
-        "first_token": None if first is None else asdict(first),
+        "first_token": None if speeds.first is None else asdict(speeds.first),
+        "saturation": None if speeds.full is None else asdict(speeds.full),
         "tp": found.num_ranks,
         "device": found.place.machine.hint[1],
         "here": found.place.here,
@@ -222,8 +232,8 @@ def _cell(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _answer(found: CapacityPlan) -> str:
-    """Say what fits, in which precision, and what the weights would take in another."""
+def _answer(found: CapacityPlan, full: Saturation | None) -> str:
+    """Say what fits and what it computes, in which precision, and what weights take in others."""
     subject, cell = found.subject, found.cell
     request = found.request
     _, where = found.place.machine.hint
@@ -234,6 +244,11 @@ def _answer(found: CapacityPlan) -> str:
         count = format_count(cell.num_sequences)
         noun = "sequence" if cell.num_sequences == 1 else "sequences"
         said = f"[bold green]{count} {noun}[/] of {each} at once on {on}"
+        if full is not None:
+            said += (
+                f", which make about {float(f'{full.output_tokens_per_s:.3g}'):,.0f} tokens a "
+                f"second, one of each in {_milliseconds(full.step_s)}"
+            )
     else:
         said = f"[bold red]does not fit[/] on {on}"
     others = ", ".join(
