@@ -8,7 +8,7 @@ the modules that the file excludes.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from quire.errors import ConfigError
 from quire.planner.parameters import WeightParts
@@ -194,11 +194,11 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Precision | None]] = Mappin
 )
 
 
-def _is_bits(value: Any) -> bool:
+def _is_bits(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 8
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**20
 
 
