@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from quire.cli import command_line
 from quire.errors import QuireError
 from quire.planner.simulation.cost_model import FittedCosts
+from traces.files import COUNTED, rows
 
 
 @pytest.fixture
@@ -189,12 +190,11 @@ def test_the_script_of_the_page_writes_a_trace(
     text = page.read_text(encoding="utf-8").partition("## Requests of your own")[2]
     script = text.partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
-    rows = [{"prompt_tokens": 100 + i, "completion_tokens": 5} for i in range(8)]
-    Path("requests.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("requests.jsonl").write_text(rows(COUNTED))
     exec(compile(script, str(page), "exec"), {})
     (found,) = json.loads(run("trace.csv", "--json"))["variants"]
-    assert found["num_finished"]["length"] == 8
-    assert found["num_input_tokens"] == sum(row["prompt_tokens"] for row in rows)
+    assert found["num_finished"]["length"] == len(COUNTED)
+    assert found["num_input_tokens"] == sum(row["prompt_tokens"] for row in COUNTED)
 
 
 def test_no_torch_is_imported(trace: Path) -> None:
