@@ -32,7 +32,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from server.process import running
 from tools import reference_pages
-from traces.files import AZURE, MOONCAKE, rows
+from traces.files import AZURE, COUNTED, MOONCAKE, rows
 
 PAGES = [page for page in DOCUMENTS if page.is_relative_to(ROOT / "docs")]
 # Decisions tell what was so, and these what is.
@@ -48,6 +48,7 @@ SERVER = "http://127.0.0.1:8000"
 TRACES = {
     "mooncake_conversation.jsonl": rows(MOONCAKE),
     "AzureLLMInferenceTrace_conv.csv": AZURE,
+    "requests.jsonl": rows(COUNTED),
 }
 # Runs blocks one after the other, each in a folder and with names of its own, in one process.
 RUN_ALL = """

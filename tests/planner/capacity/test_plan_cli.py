@@ -73,7 +73,7 @@ def test_tiers_hold_so_much_and_pay_from_so_many_tokens(
     assert 16 < file["pays_from_tokens"] < 32768
     code, out, _ = quire(monkeypatch, capsys, *arguments)
     assert code == 0
-    for words in ("Tiers: blocks outside", "pays from", "16 tokens", "never", "--tier-speed"):
+    for words in ("Tiers: blocks outside", "pays", "16 tokens", "never", "--tier-speed"):
         assert words in out
     code, _, err = quire(monkeypatch, capsys, "--kv-tier", "file:/kv", "--cache", "growing")
     assert code != 0

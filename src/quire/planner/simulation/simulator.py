@@ -197,6 +197,8 @@ def _result(
     num_requests: int,
 ) -> SimulationResult:
     counts = [replica.scheduler.statistics for replica in replicas]
+    # Without a prefix cache nothing is looked up, and no prompt is missed.
+    looked_up = counts if fleet.sizes.enable_prefix_caching else []
     lines = [replica.timeline for replica in replicas]
     duration_s = max(line.duration_s for line in lines)
 
@@ -220,9 +222,9 @@ def _result(
         num_scheduled_tokens=int(sum(each.step_tokens.sum for each in counts)),
         num_input_tokens=tally.num_input_tokens,
         num_output_tokens=tally.num_output_tokens,
-        prefix_query_tokens=sum(each.prefix_query_tokens for each in counts),
-        prefix_hit_tokens=sum(each.prefix_hit_tokens for each in counts),
-        prefix_missed_tokens=_added(each.prefix_missed_tokens for each in counts),
+        prefix_query_tokens=sum(each.prefix_query_tokens for each in looked_up),
+        prefix_hit_tokens=sum(each.prefix_hit_tokens for each in looked_up),
+        prefix_missed_tokens=_added(each.prefix_missed_tokens for each in looked_up),
         num_preemptions=sum(each.num_preemptions for each in counts),
         num_swaps=sum(each.num_swaps for each in counts),
         num_recomputed_tokens=sum(each.num_recomputed_tokens for each in counts),
