@@ -71,7 +71,7 @@ MAY_IMPORT = {
     " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat"
     " engine.event_format",
     "fleet": "errors units config spec kv tiers sampling_params engine.sequence engine server"
-    " engine.event_format fleet.key_table fleet.prefix_directory fleet.placement",
+    " engine.event_format engine.transfer fleet.key_table fleet.prefix_directory fleet.placement",
     "http": "errors",
     "bench": "errors units traces kv sampling_params engine.step_plan engine.scheduling engine"
     " http planner",

@@ -21,7 +21,7 @@ from benchmarks.accounting.loads import Outcome, play, ten_loads
 from benchmarks.harness.report import WithClaims
 from quire.engine.scheduling.step_costs import Costs
 from quire.planner.hardware import BANDWIDTH_FRACTION, COMPUTE_FRACTION, SPEEDS, STEP_S
-from quire.planner.simulation.cost_model import FittedCosts, RooflineCosts, StepCosts
+from quire.planner.simulation.cost_model import FittedCosts, Product, RooflineCosts, StepCosts
 from quire.planner.simulation.simulated_engine import prices_of
 
 GOAL = 1.05
@@ -46,8 +46,14 @@ GPU = RooflineCosts(
     bytes_per_s=BANDWIDTH_FRACTION * SPEEDS["h100"].bytes_per_s,
     host_bytes_per_s=BANDWIDTH_FRACTION * SPEEDS["h100"].host_bytes_per_s,
     step_s=STEP_S,
-    weights_bytes=900_000_000,
-    flops_per_token=0.9e9,
+    products=(
+        Product(
+            num_bytes=900_000_000,
+            flops_per_token=0.9e9,
+            flops_per_s=COMPUTE_FRACTION * SPEEDS["h100"].flops_per_s,
+        ),
+    ),
+    head=Product(num_bytes=0, flops_per_token=0, flops_per_s=1),  # within the weights above
     flops_per_pair=4 * 1024 * 28,
     entry_bytes=114_688,
 )

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from quire.cli import command_line
 from quire.errors import QuireError
 from quire.planner.simulation.cost_model import FittedCosts
+from traces.files import COUNTED, rows
 
 
 @pytest.fixture
@@ -145,6 +146,55 @@ def test_a_calibration_says_which_strategies_it_was_not_taken_with(
 def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QuireError, match=r"nowhere\.csv"):
         run(tmp_path / "nowhere.csv")
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    """A trace that says when requests came and how long they were, and no more."""
+    path = tmp_path / "lengths.csv"
+    rows = [f"2026-01-31 12:00:{i:02d}.5,600,20" for i in range(12)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return path
+
+
+def test_a_trace_without_ids_says_so_and_has_no_prefix_cache(lengths: Path, trace: Path) -> None:
+    said = " ".join(run(lengths).split())
+    assert "the trace does not tell which prompts begin alike" in said
+    assert "prompt tokens cached not looked up" in said
+    assert "never seen" not in said
+    assert "… only cached 0 B" in said
+    for routing in ("least-loaded", "prefix-aware"):
+        (found,) = json.loads(run(lengths, "--replicas", "2", "--routing", routing, "--json"))[
+            "variants"
+        ]
+        assert found["prefix_query_tokens"] == 0
+        assert found["cached_bytes"] == 0
+        assert found["num_finished"]["length"] == 12
+    both = json.loads(run(lengths, trace, "--json"))
+    assert [v["prefix_query_tokens"] > 0 for v in both["variants"]] == [False, True]
+    with pytest.raises(QuireError, match="tiers have nothing to find"):
+        run(lengths, *TIERED)
+
+
+def test_a_list_of_lengths_is_refused_with_the_columns_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("prompt,completion\n10,20\n")
+    with pytest.raises(QuireError, match="TIMESTAMP,ContextTokens,GeneratedTokens"):
+        run(path)
+
+
+def test_the_script_of_the_page_writes_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "traces.md"
+    text = page.read_text(encoding="utf-8").partition("## Requests of your own")[2]
+    script = text.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    Path("requests.jsonl").write_text(rows(COUNTED))
+    exec(compile(script, str(page), "exec"), {})
+    (found,) = json.loads(run("trace.csv", "--json"))["variants"]
+    assert found["num_finished"]["length"] == len(COUNTED)
+    assert found["num_input_tokens"] == sum(row["prompt_tokens"] for row in COUNTED)
 
 
 def test_no_torch_is_imported(trace: Path) -> None:

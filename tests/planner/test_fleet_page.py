@@ -1,6 +1,7 @@
 """The page that plans a fleet: what needs no trace is made again, and is what the page says."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,10 +26,60 @@ def page(tool: ModuleType) -> str:
     return str(tool.PAGE.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", ["day", "plans", "fleet"])
-def test_what_needs_no_trace_is_what_the_page_says(tool: ModuleType, page: str, name: str) -> None:
-    assert name in tool.TRACE_FREE
-    assert tool.SECTIONS[name](ROOT, page) == tool.section(page, name)
+def test_what_needs_no_trace_is_what_the_page_says(tool: ModuleType, page: str) -> None:
+    assert {"plans", "fleet", "limits", "about-routing"} <= set(tool.TRACE_FREE)
+    for name in tool.TRACE_FREE:
+        assert tool.SECTIONS[name](ROOT, page) == tool.section(page, name), name
+
+
+# Names, and figures that are no result: the page's own title and its chapters.
+_NAMES = re.compile(
+    r"10⁸|H[12]00|Llama-3\.[13]-\d+B|DeepSeek-V3|`[^`]*`|\]\([^)]*\)|decision \d+|step \d|^## \d\.",
+    re.MULTILINE,
+)
+
+
+def test_a_figure_stands_in_what_is_made_and_nowhere_else(tool: ModuleType, page: str) -> None:
+    """So that no sentence can say other than the tables: those with figures are made of them."""
+    prose = re.sub(r"<!-- fleet: .*?<!-- end -->", "", page, flags=re.DOTALL)
+    prose = re.sub(r"```.*?```", "", prose, flags=re.DOTALL)
+    left = _NAMES.sub("", prose)
+    assert re.findall(r"[^\n]*\d[^\n]*", left) == []
+
+
+def test_a_sweep_ends_behind_what_is_not_carried(tool: ModuleType, page: str) -> None:
+    for name in ("rates-8b", "rates-70b"):
+        rows = tool.cells(page, name)
+        for strategy in {row[0] for row in rows}:
+            shares = [float(row[3].rstrip("%")) for row in rows if row[0] == strategy]
+            met = [share >= 100 * tool.GOOD_FRACTION for share in shares]
+            assert met[0], f"{strategy} carries not even the first rate: begin lower"
+            assert met.count(False) == 2
+            assert not met[-1]
+
+
+def test_the_limit_is_said_by_the_tables(tool: ModuleType) -> None:
+    plans = "| model | devices | bytes a token | weights | KV memory | a | b | c | d |\n|-|\n"
+    plans += "| `Llama-3.1-8B` | 1 | 2 | 3 | 4 | 30 | 300 | 400 | 350 |\n"
+    head = "| strategy | rate | requests/s | good | p50 | p99 | tpot | most | used | x |\n|-|\n"
+    rows = "".join(
+        f"| {name} | 1 | 1 | 99% | 1 s | 1 s | 1 ms | {most} | {used} | 0 |\n"
+        for name, most, used in (
+            ("contiguous", 30, "7%"),
+            ("growing", 90, "90%"),
+            ("paged", 9, "99%"),
+        )
+    )
+    page = "".join(
+        f"<!-- fleet: {name} -->\n{text}<!-- end -->\n"
+        for name, text in (("plans", plans), ("rates-8b", head + rows))
+    )
+    said = tool.SECTIONS["limits"](ROOT, page).splitlines()
+    assert "at most 30 sequences" in said[0]
+    assert "memory is the limit" in said[0]
+    assert "7% are used" in said[0]
+    assert "computing is" in said[1]
+    assert "90% are used" in said[1]
 
 
 def test_every_section_is_made(tool: ModuleType, page: str) -> None:

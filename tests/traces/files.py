@@ -29,6 +29,8 @@ MOONCAKE = (
     {"timestamp": 3500, "input_length": 1300, "output_length": 4, "hash_ids": [0, 1, 3]},
     {"timestamp": 6000, "input_length": 700, "output_length": 8, "hash_ids": [4, 5]},
 )
+# Not a trace yet: what an OpenAI server counts, without times.
+COUNTED = tuple({"prompt_tokens": 100 + i, "completion_tokens": 5} for i in range(8))
 BAILIAN = (
     {"chat_id": 55, "parent_chat_id": -1, "timestamp": 61.0, "input_length": 20, "type": "text"},
     {"chat_id": 9, "parent_chat_id": -1, "timestamp": 61.1, "input_length": 16, "type": "file"},

@@ -19,7 +19,7 @@ from quire.config.engine_config import TIERS_PANEL
 from quire.engine.kv_sizing import stored_spec
 from quire.errors import ConfigError
 from quire.kv import DEFAULT_POLICY
-from quire.planner.hardware import SPEEDS, roofline
+from quire.planner.hardware import named_speeds, roofline
 from quire.planner.hit_rates import (
     OPTIMUM,
     OWN_POLICIES,
@@ -114,7 +114,7 @@ def hit_rates(  # noqa: PLR0913 - each is a flag
         str,
         in_panel(
             TIERS_PANEL,
-            f"What computes that tiers do not find, for the seconds saved: {', '.join(SPEEDS)}.",
+            f"What computes that tiers do not find, for the seconds saved: {named_speeds()}.",
         ),
     ] = DEFAULT_DEVICE,
     as_json: AsJson = False,

@@ -12,6 +12,7 @@ from dataclasses import MISSING, fields
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -27,6 +28,7 @@ from quire.config.keys import key_for
 from quire.engine.kv_sizing import longest_tokens
 from quire.errors import ConfigError
 from quire.http import Http
+from quire.planner.precision import NAMED
 from quire.spec.model_files import find_spec
 
 # -- flags -----------------------------------------------------------------------------------------
@@ -36,6 +38,13 @@ Model: TypeAlias = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 MaxTokens: TypeAlias = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]
 Temperature: TypeAlias = Annotated[
     float, typer.Option(help="Sampling temperature; 0 is greedy: always the most likely token.")
+]
+Weights: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="Count the weights as a checkpoint of this precision has them: published (as the "
+        f"model's own files say), {', '.join(NAMED)}."
+    ),
 ]
 AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON object instead of tables.")
@@ -225,12 +234,19 @@ def load_llm(model: str | None, engine: dict[str, Any]) -> Any:
 # -- tables and progress ---------------------------------------------------------------------------
 
 
+_HEAD_WIDTH = 8
+
+
 def plain_table(title: str, first: str, *columns: str) -> Table:
-    """Make a table without a frame, in which all columns but the first hold numbers."""
+    """Make a table without a frame, in which all columns but the first hold numbers.
+
+    A number is never cut. A head of several words takes several lines, so that 80 columns suffice.
+    """
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.add_column(first)
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        head = fill(column, _HEAD_WIDTH, break_long_words=False, break_on_hyphens=False)
+        table.add_column(head, justify="right", no_wrap=True)
     return table
 
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from quire.cli.options import AsJson, load_model, with_engine_options
-from quire.cli.plan_report import as_dict, print_plan, print_table_of_models
+from quire.cli.options import AsJson, Weights, load_model, with_engine_options
+from quire.cli.plan_report import Speeds, as_dict, print_plan, print_table_of_models
 from quire.cli.planned_tiers import TierSizes, TierSpeeds
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -21,13 +21,21 @@ from quire.memory.machine import may_have_cuda, read_machine
 from quire.memory.machine.probe import spare_mappings
 from quire.planner.capacity import CapacityPlan, Divide, PlanTarget, tiers_of, typical
 from quire.planner.capacity import plan as make_plan
+from quire.planner.first_token import first_token
 from quire.planner.fit import changes, longest, most_sequences
-from quire.planner.hardware import DEVICES, SPEEDS, machine_of, machine_with, roofline
 from quire.planner.hardware import device as device_of
+from quire.planner.hardware import (
+    known_speed,
+    machine_of,
+    machine_with,
+    named_devices,
+    roofline,
+)
 from quire.planner.planned_tiers import TierTable
+from quire.planner.saturation import saturated
 from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.simulation.simulated_engine import prices_of
-from quire.planner.subject import Subject, find_subject, published_models
+from quire.planner.subject import PUBLISHED, Subject, find_subject, published_models
 from quire.spec.tensor_parallel import rank_spec
 from quire.units import format_count, parse_bytes
 
@@ -52,7 +60,7 @@ def plan(  # noqa: PLR0913 - flags
         str | None,
         typer.Option(
             help="A device of this machine: auto (default), cpu, cuda, cuda:1; or another by name: "
-            f"{', '.join(DEVICES)}."
+            f"{named_devices()}. The maker, blanks and what a driver adds may stand there too."
         ),
     ] = None,
     tp: Annotated[
@@ -78,6 +86,7 @@ def plan(  # noqa: PLR0913 - flags
     list_models: Annotated[
         bool, typer.Option("--list", help="Show the bundled table of models and its sources.")
     ] = False,
+    weights: Weights = PUBLISHED,
     validate: Annotated[
         bool,
         typer.Option(
@@ -98,6 +107,7 @@ def plan(  # noqa: PLR0913 - flags
     quire plan
     quire plan Llama-3.1-8B --device h100 --max-model-len 32768
     quire plan Qwen3-32B --device l40s --tp 4 --fit length
+    quire plan Llama-3.3-70B-Instruct --device h200 --weights fp8
     quire plan ./my-model --memory 64GB --input-len 4000 --output-len 500
     quire plan Llama-3.1-8B --device h100 --kv-tier 'memory:?size=160GiB' --tier-speed memory=25,25
     quire plan --validate
@@ -117,7 +127,7 @@ def plan(  # noqa: PLR0913 - flags
     table = TierTable.of(tier_speed or (), tier_size or ())
     table.require_used(config.tiers)
     place = place_of(memory, device, num_ranks=tp)
-    subject = find_subject(model, dtype=config.dtype)
+    subject = find_subject(model, dtype=config.dtype, weights=weights)
     request = _request(subject, config, input_len, output_len)
     if validate:
         if place.here != "cpu" or tp > 1:
@@ -139,15 +149,17 @@ def plan(  # noqa: PLR0913 - flags
         )
         fitted, found = _fitted(found, fit, for_many="max_num_seqs" in engine)
         remedies = [] if found.fits else list(changes(found))
-    token_s = None
+    token_s = first = full = None
     tiers = tiers_of(found, table)
-    if tiers and device is not None and device in SPEEDS:
-        costs = roofline(subject, rank_spec(subject.spec, tp), device, tp)
-        token_s = prices_of(costs, config.max_num_batched_tokens).token_s
+    if (key := known_speed(device)) is not None:
+        costs = roofline(subject, rank_spec(subject.spec, tp), key, tp)
+        token_s = prices_of(costs, found.config.max_num_batched_tokens).token_s
+        first, full = first_token(found, costs), saturated(found, costs)
+    speed = Speeds(token_s=token_s, first=first, full=full)
     if as_json:
-        print(json.dumps(as_dict(found, remedies, fitted, tiers=tiers, token_s=token_s)))
+        print(json.dumps(as_dict(found, remedies, fitted, tiers=tiers, speeds=speed)))
     else:
-        print_plan(found, remedies, fitted, tiers=tiers, token_s=token_s)
+        print_plan(found, remedies, fitted, tiers=tiers, speeds=speed)
 
 
 def num_ranks_of(tp: int, config: EngineConfig) -> int:
@@ -182,7 +194,7 @@ def place_of(memory: str | None, device: str | None, *, num_ranks: int = 1) -> P
     if _is_engines(device):
         raise ConfigError(
             f"--memory plans for another machine, and --device {device} is one of this machine: "
-            f"leave one out, or name another device ({', '.join(DEVICES)})"
+            f"leave one out, or name another device ({named_devices()})"
         )
     found = device_of(device)
     if memory is not None:

@@ -14,9 +14,13 @@ from quire.cli.planned_tiers import tiers_table
 from quire.cli.report import ledger_table
 from quire.kv import STRATEGIES
 from quire.planner.capacity import CapacityPlan, Cell
+from quire.planner.first_token import FirstToken
 from quire.planner.fit import OptionChange
 from quire.planner.planned_tiers import PlannedTier, pays_from
+from quire.planner.precision import named
+from quire.planner.saturation import Saturation
 from quire.planner.subject import PublishedModels as Models
+from quire.planner.subject import find_subject
 from quire.spec import (
     ChunkedAttention,
     CrossAttention,
@@ -87,36 +91,48 @@ def start_up(
 # -- the report ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What a plan's device computes by its data sheet; None: its speed is not known."""
+
+    token_s: float | None = None  # to compute a token
+    first: FirstToken | None = None
+    full: Saturation | None = None
+
+
 def print_plan(
     found: CapacityPlan,
     remedies: Sequence[OptionChange],
     fitted: str | None,
     *,
     tiers: Sequence[PlannedTier] = (),
-    token_s: float | None = None,  # to compute a token; None: not known
+    speeds: Speeds,
 ) -> None:
-    """Print the model, bytes per token, the budget, tiers, the comparison, and what to change."""
+    """Print the answer, the model, bytes per token, the budget, tiers, and what to change."""
     console = Console(highlight=False)
+    token_s, first = speeds.token_s, speeds.first
+    console.print(_answer(found, speeds.full))
+    console.print()
     for line in _subject(found):
-        console.print(line, soft_wrap=True)
+        console.print(line)
     console.print()
     console.print(_layers(found))
     console.print(ledger_table(found.subject.name, found.ledger, *_in_tokens(found)))
     for table in _tiers(found, tiers, token_s) if tiers else ():
         console.print(table)
     console.print(_comparison(found))
-    for line in _notes(found):
-        console.print(line, soft_wrap=True)
+    for line in (*_notes(found), *_first_token(found, first)):
+        console.print(line)
     if fitted:
-        console.print(f"[bold green]found[/]  {escape(fitted)}", soft_wrap=True)
+        console.print(f"[bold green]found[/]  {escape(fitted)}")
     if not found.fits:
-        console.print(f"[bold red]does not fit[/]  {escape(_why_not(found))}", soft_wrap=True)
+        console.print(f"[bold red]does not fit[/]  {escape(_why_not(found))}")
     if remedies:
         console.print("[bold]Each of these changes alone makes it fit[/]")
         for change in remedies:
             console.print(f"  {escape(change.flag)}  [dim]{escape(change.outcome)}[/]")
     elif not found.fits:
-        console.print(f"[bold]advice[/]  {escape(found.ledger.advice)}", soft_wrap=True)
+        console.print(f"[bold]advice[/]  {escape(found.ledger.advice)}")
 
 
 def print_table_of_models(models: Models, *, as_json: bool) -> None:
@@ -125,23 +141,31 @@ def print_table_of_models(models: Models, *, as_json: bool) -> None:
         print(json.dumps(asdict(models)))
         return
     table = plain_table(
-        f"{len(models.models)} models, their config.json files read on {models.read_on}",
+        f"{len(models.models)} models: billions of weights, GiB of them as published, context in "
+        "1,024 tokens, KiB of keys and values a token, and the source (see below)",
         "model",
-        "layers",
-        "context",
-        "bytes a token",
+        "weights",
+        "GiB",
+        "tokens",
+        "KiB",
+        "",
     )
-    table.add_column("from", style="dim", overflow="fold")
+    table.columns[0].no_wrap = True
+    sources = list(dict.fromkeys((model.source, model.read_on) for model in models.models))
     for model in models.models:
-        spec = ModelSpec.from_config(model.config, model.name)
+        subject = find_subject(model.name)
         table.add_row(
             model.name,
-            str(spec.num_layers),
-            format_count(spec.max_model_len),
-            format_count(spec.bytes_per_token),
-            escape(model.source),
+            f"{subject.num_parameters / 1e9:,.2f}",
+            f"{subject.own.weights_bytes / 2**30:,.1f}",
+            f"{subject.spec.max_model_len / 1024:,.0f}k",
+            f"{subject.spec.bytes_per_token / 1024:,.1f}",
+            str(1 + sources.index((model.source, model.read_on))),
         )
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    for number, (source, read_on) in enumerate(sources, 1):
+        console.print(f"[dim]{number}  read on {read_on} from {escape(source)}[/]")
 
 
 def as_dict(
@@ -150,14 +174,20 @@ def as_dict(
     fitted: str | None,
     *,
     tiers: Sequence[PlannedTier] = (),
-    token_s: float | None = None,
+    speeds: Speeds,
 ) -> dict[str, Any]:
     """Return the plan as a JSON object."""
+    subject, token_s = found.subject, speeds.token_s
     return {
-        "model": found.subject.name,
-        "source": found.subject.source,
-        "num_parameters": found.subject.num_parameters,
-        "weights_source": found.subject.weights_source,
+        "model": subject.name,
+        "source": subject.source,
+        "num_parameters": subject.num_parameters,
+        "num_active_parameters": subject.num_active_parameters,
+        "weights_source": subject.weights_source,
+        "weights_precision": subject.precision.name,
+        "weights_bytes_by_precision": dict(subject.bytes_by_precision),
+        "first_token": None if speeds.first is None else asdict(speeds.first),
+        "saturation": None if speeds.full is None else asdict(speeds.full),
         "tp": found.num_ranks,
         "device": found.place.machine.hint[1],
         "here": found.place.here,
@@ -202,13 +232,58 @@ def _cell(cell: Cell) -> dict[str, Any]:
     }
 
 
+def _answer(found: CapacityPlan, full: Saturation | None) -> str:
+    """Say what fits and what it computes, in which precision, and what weights take in others."""
+    subject, cell = found.subject, found.cell
+    request = found.request
+    _, where = found.place.machine.hint
+    each = f"{format_count(request.input_tokens)} + {format_count(request.output_tokens)} tokens"
+    ranks = f"{found.num_ranks} × " if found.num_ranks > 1 else ""
+    on = f"{ranks}{escape(where)} with {escape(cell.strategy)}"
+    if found.fits:
+        count = format_count(cell.num_sequences)
+        noun = "sequence" if cell.num_sequences == 1 else "sequences"
+        said = f"[bold green]{count} {noun}[/] of {each} at once on {on}"
+        if full is not None:
+            said += (
+                f", which make about {float(f'{full.output_tokens_per_s:.3g}'):,.0f} tokens a "
+                f"second, one of each in {_milliseconds(full.step_s)}"
+            )
+    else:
+        said = f"[bold red]does not fit[/] on {on}"
+    others = ", ".join(
+        f"{format_bytes(size)} in {named(name).name}"
+        for name, size in subject.bytes_by_precision.items()
+        if named(name).name != subject.precision.name
+    )
+    weights = f"{format_bytes(subject.own.weights_bytes)} in {escape(subject.precision.name)}"
+    return f"{said}; weights {weights} ({others})"
+
+
+def _first_token(found: CapacityPlan, first: FirstToken | None) -> Iterator[str]:
+    """Yield what a step's limit of tokens costs the first token, where that is much."""
+    if first is None or not first.saves:
+        return
+    yield (
+        f"[dim]A prompt of {format_count(found.request.input_tokens)} tokens alone takes "
+        f"{_milliseconds(first.seconds)} to its first token in steps of "
+        f"{format_count(first.chunk_tokens)}, and {_milliseconds(first.better_seconds)} with "
+        f"--max-num-batched-tokens {first.better_chunk_tokens} (by the device's data sheet).[/]"
+    )
+
+
 def _subject(found: CapacityPlan) -> Iterator[str]:
     subject = found.subject
     about = "about " if subject.weights_are_estimated else ""
+    active = ""
+    if subject.num_experts:
+        active = f", {subject.num_active_parameters / 1e9:,.2f} billion of them for a token"
     yield (
         f"[bold]{escape(subject.name)}[/]  {about}{subject.num_parameters / 1e9:,.2f} billion "
-        f"parameters, {subject.dtype}, context {format_count(subject.spec.max_model_len)}"
+        f"parameters{active}, {subject.dtype}, context {format_count(subject.spec.max_model_len)}"
     )
+    if subject.left_out:
+        yield f"[dim]without {escape(subject.left_out)}[/]"
     yield f"[dim]config.json: {escape(subject.source)}[/]"
     yield f"[dim]weights: {escape(subject.weights_source)}[/]"
     total, name = found.place.machine.hint

@@ -14,14 +14,21 @@ import typer
 from rich.console import Console
 from rich.progress import TaskID, TextColumn
 
-from quire.cli.options import AsJson, in_panel, plain_table, progress_bar, with_engine_options
+from quire.cli.options import (
+    AsJson,
+    Weights,
+    in_panel,
+    plain_table,
+    progress_bar,
+    with_engine_options,
+)
 from quire.cli.plan import num_ranks_of, place_of
 from quire.cli.planned_tiers import TierSizes, TierSpeeds
 from quire.config import EngineConfig
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
 from quire.fleet.prefix_directory import MAX_REPLICAS
-from quire.planner.hardware import SPEEDS, roofline
+from quire.planner.hardware import named_speeds, roofline
 from quire.planner.planned_tiers import TierTable
 from quire.planner.simulation.cost_model import FittedCosts, StepCosts
 from quire.planner.simulation.result import Goals, SimulationResult, TierFigures, TierTotals
@@ -29,13 +36,14 @@ from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, ROUTES
 from quire.planner.simulation.simulator import Fleet, fleet_for
 from quire.planner.simulation.simulator import simulate as run_simulation
 from quire.planner.simulation.timeline import ChromeTrace
-from quire.planner.subject import Subject, find_subject
+from quire.planner.subject import PUBLISHED, Subject, find_subject
 from quire.spec.tensor_parallel import rank_spec
 from quire.traces import Trace, TraceRequest, form_names, open_trace
 from quire.traces.synthetic import Gamma, LogNormal, Synthetic
 from quire.units import format_bytes, format_count
 
 _MOST_DELAY_MS = 60_000
+_LOOKED_AT = 1000  # requests of a trace, for the ids of their blocks
 
 # -- the table -------------------------------------------------------------------------------------
 
@@ -106,7 +114,10 @@ _TWICE: tuple[Row, ...] = (
 
 def _misses(results: Several[SimulationResult]) -> Iterator[Row]:
     """Yield rows with the share of prompt tokens that were cached, and why others were not."""
-    yield "prompt tokens cached", lambda r: f"{r.hit_rate:.1%}"
+    yield (
+        "prompt tokens cached",
+        lambda r: f"{r.hit_rate:.1%}" if r.prefix_query_tokens else "not looked up",
+    )
     reasons = dict.fromkeys(
         reason
         for result in results
@@ -116,7 +127,9 @@ def _misses(results: Several[SimulationResult]) -> Iterator[Row]:
 
     def missed(reason: str) -> Callable[[SimulationResult], str]:
         return lambda r: (
-            f"{r.prefix_missed_tokens.get(reason, 0) / max(1, r.prefix_query_tokens):.1%}"
+            f"{r.prefix_missed_tokens.get(reason, 0) / r.prefix_query_tokens:.1%}"
+            if r.prefix_query_tokens
+            else ""
         )
 
     for reason in reasons:
@@ -242,6 +255,15 @@ class Traffic:
             seed=self.seed,
         )
 
+    def tells_prefixes(self, source: str) -> bool:
+        """Return whether a source says which prompts begin alike, by its first requests.
+
+        Of drawn traffic it is known. Raises: ConfigError.
+        """
+        if not self.traces:
+            return True
+        return any(request.hash_ids for request in islice(self.open(source), _LOOKED_AT))
+
     def first(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
         """Yield the first ``num_requests`` requests."""
         return islice(requests, self.num_requests)
@@ -282,7 +304,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
         str | None,
         in_panel(
             "Machine",
-            f"Memory and speed by data sheet: {', '.join(SPEEDS)}. Default: {DEFAULT_DEVICE}.",
+            f"Memory and speed by data sheet: {named_speeds()}. Default: {DEFAULT_DEVICE}.",
         ),
     ] = None,
     memory: Annotated[
@@ -292,6 +314,15 @@ def simulate(  # noqa: PLR0913 - each is a flag
         Path | None,
         in_panel("Machine", "Take the speed from a file that quire bench --calibrate wrote."),
     ] = None,
+    weights: Weights = PUBLISHED,
+    expert_skew: Annotated[
+        float,
+        in_panel(
+            "Machine",
+            "How unevenly tokens choose the experts of a mixture: 0, all alike; else the n-th in "
+            "proportion to n to the power of minus this.",
+        ),
+    ] = 0.0,
     tp: Annotated[int, in_panel("Machine", "Devices per replica (tensor parallelism).")] = 1,
     replicas: Annotated[int, in_panel("Machine", "Engines that share the traffic.")] = 1,
     routing: Annotated[
@@ -409,9 +440,9 @@ def simulate(  # noqa: PLR0913 - each is a flag
         raise ConfigError("--chrome-trace takes one simulation: name one trace and no lists")
     tier_table = TierTable.of(tier_speed or (), tier_size or ())
     tier_table.require_used(variants[0][1].tiers)
-    subject = find_subject(model, dtype=variants[0][1].dtype)
+    subject = find_subject(model, dtype=variants[0][1].dtype, weights=weights)
     strategies = {config.cache for _, config in variants}
-    costs, notes = _costs(subject, device, calibration, tp, strategies)
+    costs, notes = _costs(subject, device, calibration, tp, strategies, expert_skew)
     here = device or (DEFAULT_DEVICE if calibration is None else None)
     place = place_of(memory, here)
     goals = Goals(ttft_s=slo_ttft, tpot_s=slo_tpot)
@@ -427,7 +458,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
                 chrome.ended(replica, sequence)
 
         for source in traffic.sources:
-            for name, config in variants:
+            for name, config in _as_told(traffic, source, variants, notes):
                 # An engine here has a limit of mappings; that of another machine is not known.
                 fleet = fleet_for(
                     subject,
@@ -531,7 +562,12 @@ def _variants(engine: dict[str, Any]) -> Iterator[tuple[str, EngineConfig]]:
 
 
 def _costs(
-    subject: Subject, device: str | None, calibration: Path | None, tp: int, strategies: set[str]
+    subject: Subject,
+    device: str | None,
+    calibration: Path | None,
+    tp: int,
+    strategies: set[str],
+    expert_skew: float,
 ) -> tuple[StepCosts, list[str]]:
     """Return a model of how long a step takes, and notes on where it is from."""
     if calibration is not None:
@@ -544,10 +580,33 @@ def _costs(
         return fitted, notes
     name = device or DEFAULT_DEVICE
     note = (
-        f"speed: a roofline of {name}{f' × {tp}' if tp > 1 else ''}, not a measurement; "
-        f"docs/concepts/simulator.md says what it leaves out"
+        f"speed: a roofline of {name}{f' × {tp}' if tp > 1 else ''}, weights in "
+        f"{subject.precision.name}, not a measurement; docs/concepts/simulator.md says what it "
+        f"leaves out"
     )
-    return roofline(subject, rank_spec(subject.spec, tp), name, tp), [note]
+    on_rank = rank_spec(subject.spec, tp)
+    return roofline(subject, on_rank, name, tp, expert_skew=expert_skew), [note]
+
+
+def _as_told(
+    traffic: Traffic, source: str, variants: list[tuple[str, EngineConfig]], notes: list[str]
+) -> list[tuple[str, EngineConfig]]:
+    """Return the variants, without a prefix cache for a trace that has no ids of blocks; note it.
+
+    Raises: ConfigError for tiers behind such a trace.
+    """
+    if traffic.tells_prefixes(source):
+        return variants
+    if variants[0][1].tiers:
+        raise ConfigError(
+            f"trace {source} does not tell which prompts begin alike, so tiers have nothing to "
+            f"find: leave out --kv-tier, or take a trace with hash_ids"
+        )
+    notes.append(
+        f"{source}: the trace does not tell which prompts begin alike, so it is simulated without "
+        f"a prefix cache; a server that finds some computes less"
+    )
+    return [(name, replace(config, enable_prefix_caching=False)) for name, config in variants]
 
 
 def _refuse(replicas: int, tp: int, routing: str, event_delay: float) -> None:

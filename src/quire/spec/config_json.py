@@ -92,13 +92,7 @@ def read(config: Mapping[str, Any], source: str = "config.json") -> ConfigReadin
     """Read the layers of the text section. Raises: ConfigError, UnsupportedModel."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"{source} holds a {type(config).__name__}, not a JSON object")
-    outer = Fields(section=config, source=source).text("model_type") or ""
-    section, source = text_section(config, source)
-    model_type = Fields(section=section, source=source).text("model_type") or outer
-    family = FAMILIES.get(model_type) or FAMILIES.get(f"{model_type}_text", ModelFamily())
-    nested = section is not config
-    defaults = {**family.nested_defaults, **family.defaults} if nested else family.defaults
-    fields = Fields(section=section, source=source, defaults=defaults)
+    fields, model_type, family = _reading(config, source)
     _refuse(fields, family)
     find_source_tokens = family.source_tokens if fields.has("is_encoder_decoder") else None
     source_tokens = find_source_tokens(fields) if find_source_tokens else 0
@@ -111,6 +105,26 @@ def read(config: Mapping[str, Any], source: str = "config.json") -> ConfigReadin
         max_model_len=fields.integer("max_position_embeddings"),
         dtype=fields.dtype(),
     )
+
+
+def text_fields(config: Mapping[str, Any], source: str) -> Fields:
+    """Return the fields of the language model's section, with its family's defaults.
+
+    Raises: ConfigError, UnsupportedModel.
+    """
+    fields, _, _ = _reading(config, source)
+    return fields
+
+
+def _reading(config: Mapping[str, Any], source: str) -> tuple[Fields, str, ModelFamily]:
+    """Find the text section: its fields, its model_type and the family of that."""
+    outer = Fields(section=config, source=source).text("model_type") or ""
+    section, source = text_section(config, source)
+    model_type = Fields(section=section, source=source).text("model_type") or outer
+    family = FAMILIES.get(model_type) or FAMILIES.get(f"{model_type}_text", ModelFamily())
+    nested = section is not config
+    defaults = {**family.nested_defaults, **family.defaults} if nested else family.defaults
+    return Fields(section=section, source=source, defaults=defaults), model_type, family
 
 
 def text_section(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], str]:

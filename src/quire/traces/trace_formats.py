@@ -273,6 +273,7 @@ def row_forms() -> Mapping[str, RowForm]:
 
 
 CONVERSATIONS, SERVEGEN = "kv-cache-tester", "servegen"
+_OWN_COLUMNS = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
 def form_names() -> tuple[str, ...]:
@@ -353,7 +354,9 @@ def _form_of_file(source: str | Path) -> str:
     raise ConfigError(
         f"trace {source}, line 1: {first[:60].decode(errors='replace').strip()!r} is of no known "
         f"format; known: {titles}; kv-cache-tester's (.json, .tar.zst or a folder); "
-        f"ServeGen's (a folder)"
+        f"ServeGen's (a folder). For requests of your own write a CSV with three columns, "
+        f"{_OWN_COLUMNS} (a time such as 2026-01-31 12:00:00.5, and two numbers of tokens): "
+        f"docs/reference/traces.md has a script, which also draws times where there are none"
     )
 
 

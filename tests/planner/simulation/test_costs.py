@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, RequestError
-from quire.planner.hardware import roofline
+from quire.planner.hardware import BANDWIDTH_FRACTION, roofline
 from quire.planner.simulation.cost_model import (
     COEFFICIENTS,
     FittedCosts,
+    Mixture,
+    Product,
     RooflineCosts,
     StepWork,
     features,
@@ -118,21 +121,122 @@ def test_a_coefficient_below_zero_is_refused(tmp_path: Path) -> None:
         FittedCosts.read(path)
 
 
+def costs_of(**given: Any) -> RooflineCosts:
+    standing: dict[str, Any] = {
+        "flops_per_s": 1e12,
+        "bytes_per_s": 1e11,
+        "host_bytes_per_s": 1e10,
+        "step_s": 0.0,
+        "products": (Product(num_bytes=10**9, flops_per_token=1e9, flops_per_s=1e12),),
+        "head": Product(num_bytes=10**8, flops_per_token=1e8, flops_per_s=1e12),
+        "flops_per_pair": 0.0,
+        "entry_bytes": 1000,
+    }
+    return RooflineCosts(**standing | given)
+
+
 def test_a_roofline_is_the_longer_of_two_times() -> None:
-    costs = RooflineCosts(
-        flops_per_s=1e12,
-        bytes_per_s=1e11,
-        host_bytes_per_s=1e10,
-        step_s=0.0,
-        weights_bytes=10**9,
-        flops_per_token=1e9,
-        flops_per_pair=0.0,
-        entry_bytes=1000,
-    )
-    assert costs.seconds(StepWork(1, 1, 1, 0.0, 0.0)) == pytest.approx(
-        0.01, rel=1e-4
-    )  # the weights
-    assert costs.seconds(StepWork(1000, 1, 1, 0.0, 0.0)) == pytest.approx(1.0)  # the products
+    costs = costs_of()
+    # the weights and the head
+    assert costs.seconds(StepWork(1, 1, 1, 0.0, 0.0)) == pytest.approx(0.011, rel=1e-4)
+    # the products, and the entries that are written
+    assert costs.seconds(StepWork(1000, 1, 1, 0.0, 0.0)) == pytest.approx(1.001, rel=1e-4)
+    # a step within a prompt makes no logits
+    assert costs.seconds(StepWork(1, 1, 0, 0.0, 0.0)) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_states_are_read_and_written_for_each_sequence() -> None:
+    few, many = (StepWork(count, count, 0, 0.0, 0.0) for count in (1, 11))
+    costs = costs_of(products=(), state_bytes=10**7)
+    added = costs.seconds(many) - costs.seconds(few)
+    assert added == pytest.approx(10 * 2 * 10**7 / 1e11 + 10 * 1000 / 1e11)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_experts=st.integers(1, 64),
+    share=st.floats(0, 1),
+    skew=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    num_tokens=st.integers(0, 200),
+)
+def test_a_step_touches_the_experts_that_its_tokens_choose(num_experts, share, skew, num_tokens):
+    num_chosen = max(1, round(share * num_experts))
+    mixture = Mixture(num_experts, num_chosen, skew)
+    touched = mixture.touched(num_tokens)
+    assert touched <= mixture.touched(num_tokens + 1) + 1e-9
+    assert -1e-9 <= touched <= num_experts + 1e-9
+    assert mixture.touched(1) == pytest.approx(num_chosen)
+    # What is preferred is chosen again, so that fewer are touched than if all are chosen alike.
+    assert touched <= Mixture(num_experts, num_chosen).touched(num_tokens) + 1e-6
+
+
+def test_the_experts_of_a_step_are_as_many_as_are_drawn() -> None:
+    rng = np.random.default_rng(0)
+    for num_tokens in (1, 7, 40):
+        drawn = [
+            len({int(each) for _ in range(num_tokens) for each in rng.choice(64, 4, replace=False)})
+            for _ in range(400)
+        ]
+        expected = Mixture(64, 4).touched(num_tokens)
+        assert float(np.mean(drawn)) == pytest.approx(expected, rel=0.03)
+
+
+def test_a_mixture_reads_what_one_token_chooses_and_in_the_end_all() -> None:
+    """Of Qwen3-30B-A3B's 30.5 billion weights a token is multiplied by three."""
+    subject = find_subject("Qwen3-30B-A3B")
+    costs = roofline(subject, subject.spec, "h200", 1)
+
+    def seconds(num_tokens: int) -> float:
+        return costs.seconds(StepWork(num_tokens, num_tokens, num_tokens, 0.0, 0.0))
+
+    active_bytes = 2 * subject.num_active_parameters
+    assert seconds(1) - costs.step_s == pytest.approx(active_bytes / costs.bytes_per_s, rel=0.01)
+    read_bytes = subject.own.weights_bytes - subject.weights.table
+    assert seconds(128) - costs.step_s == pytest.approx(read_bytes / costs.bytes_per_s, rel=0.05)
+    skewed = roofline(subject, subject.spec, "h200", 1, expert_skew=1.0)
+    work = StepWork(32, 32, 32, 0.0, 0.0)
+    assert skewed.seconds(work) < costs.seconds(work)
+    with pytest.raises(ConfigError, match="--expert-skew -1"):
+        roofline(subject, subject.spec, "h200", 1, expert_skew=-1)
+
+
+# layers that attend × query heads × (2 × width of a query + 2 × width of a result), by hand.
+PAIR_FLOPS = {
+    "Qwen3-4B": 36 * 32 * 4 * 128,
+    "Llama-3.1-8B": 32 * 32 * 4 * 128,
+    "DeepSeek-V3": 61 * 128 * (2 * (512 + 64) + 2 * 512),  # latents, absorbed
+    "Qwen3-Next-80B-A3B-Thinking": 12 * 16 * 4 * 256,  # one layer in four
+    "gemma-3-27b-it": 62 * 32 * 4 * 128,
+}
+
+
+@pytest.mark.parametrize("name", PAIR_FLOPS)
+def test_a_pair_costs_what_its_layers_compute(name: str) -> None:
+    subject = find_subject(name)
+    assert subject.pair_flops == PAIR_FLOPS[name]
+    assert roofline(subject, subject.spec, "h200", 1).flops_per_pair == PAIR_FLOPS[name]
+
+
+def test_an_untied_embedding_is_neither_read_nor_multiplied() -> None:
+    subject = find_subject("Llama-3.1-8B")
+    costs = roofline(subject, subject.spec, "h100", 1)
+    table = 128_256 * 4096
+    read = sum(each.num_bytes for each in costs.products) + costs.head.num_bytes
+    assert read == 2 * (subject.num_parameters - table)
+    multiplied = sum(each.flops_per_token for each in costs.products)
+    assert multiplied == 2 * (subject.num_parameters - 2 * table)
+    assert costs.head.flops_per_token == 2 * table
+
+
+def test_ranks_share_the_weights_and_take_time_to_exchange() -> None:
+    subject = find_subject("Llama-3.3-70B-Instruct")
+    one, four = (roofline(subject, subject.spec, "h100", ranks) for ranks in (1, 4))
+    assert 4 * four.products[0].num_bytes == one.products[0].num_bytes
+    assert one.exchange_s_per_token == 0
+    assert four.step_s > one.step_s
+    # two all-reduces a layer of 8,192 elements of two bytes, sent 2 × 3/4 times
+    sent = 80 * 2 * 8192 * 2 * 1.5
+    assert four.exchange_s_per_token == pytest.approx(sent / (BANDWIDTH_FRACTION * 450e9))
 
 
 def test_a_device_without_a_known_speed_is_refused_with_the_way_out() -> None:

@@ -214,7 +214,7 @@ def _bar(variant: Variant, color: str, shades: dict[str, str]) -> Bar:
     return Bar(
         name=variant.name,
         color=color,
-        remark=f"{share(result.hit_rate)} found",
+        remark=f"{share(result.hit_rate)} found" if asked else "not looked up",
         parts=[
             part("used", "found", result.prefix_hit_tokens),
             *(
@@ -232,7 +232,7 @@ def _work_row(variant: Variant, reasons: Sequence[str]) -> list[str]:
     return [
         variant.name,
         count(result.prefix_query_tokens),
-        share(result.hit_rate),
+        share(result.hit_rate) if result.prefix_query_tokens else "not looked up",
         *(share(result.prefix_missed_tokens.get(reason, 0) / asked) for reason in reasons),
         count(result.num_preemptions),
         count(result.num_swaps),

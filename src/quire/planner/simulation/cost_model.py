@@ -15,7 +15,7 @@ from typing import Any, Protocol, final
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.step_plan import Chunk, StepPlan
+from quire.engine.step_plan import StepPlan
 from quire.errors import ConfigError, RequestError
 from quire.spec import ChunkedAttention, Group, KeptWhole, SlidingWindow
 
@@ -63,13 +63,13 @@ class Reach:
         for chunk in plan.chunks:
             num_tokens += chunk.stop - chunk.start
             num_prompts += chunk.stop - chunk.start > 1
-            more_read, more_attended = self._of_chunk(chunk)
+            more_read, more_attended = self.of_range(chunk.start, chunk.stop)
             read, attended = read + more_read, attended + more_attended
         sampled = {draw.sequence.seq_id for draw in plan.draws}
         return StepWork(num_tokens, len(plan.chunks), len(sampled), read, attended, num_prompts)
 
-    def _of_chunk(self, chunk: Chunk) -> tuple[float, float]:
-        start, stop = chunk.start, chunk.stop
+    def of_range(self, start: int, stop: int) -> tuple[float, float]:
+        """Count the entries that tokens [start, stop) of a sequence read, and their pairs."""
         count = stop - start
         pairs = count * (start + stop + 1) / 2
         read, attended = self._full_share * stop, self._full_share * pairs
@@ -114,6 +114,17 @@ class StepCosts(Protocol):
     def seconds(self, work: StepWork) -> float:
         """Return the seconds of a step, with sampling and the engine's own time."""
         ...
+
+
+def first_token_s(costs: StepCosts, reach: Reach, input_tokens: int, chunk_tokens: int) -> float:
+    """Return the seconds to the first token of a prompt that is alone, in chunks of so many."""
+    seconds = 0.0
+    for start in range(0, input_tokens, chunk_tokens):
+        stop = min(start + chunk_tokens, input_tokens)
+        read, attended = reach.of_range(start, stop)
+        is_last = int(stop == input_tokens)
+        seconds += costs.seconds(StepWork(stop - start, 1, is_last, read, attended, 1))
+    return seconds
 
 
 def features(work: StepWork) -> tuple[float, ...]:
@@ -210,27 +221,99 @@ COEFFICIENTS = (
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RooflineCosts:
-    """The longer of two times, for computing and for reading, plus a constant for the engine.
+class Mixture:
+    """The experts of a layer, of which a step reads those that its tokens choose.
 
-    It is no measurement: it tells what a device could do at given shares of its peaks, and so which
-    strategy is better there rather than how fast it is.
+    Each token chooses ``num_chosen`` different ones, the n-th in proportion to n to the power of
+    minus ``skew``, up to always; at 0 all are chosen alike. Tokens choose independently.
     """
 
-    flops_per_s: float  # that serving reaches
+    def __init__(self, num_experts: int, num_chosen: int, skew: float = 0.0) -> None:
+        if not 0 <= skew < float("inf"):
+            raise ConfigError(f"--expert-skew {skew} must be a number of at least 0")
+        self.num_experts = num_experts
+        self._misses = 1.0 - _chances(num_experts, min(num_chosen, num_experts), skew)
+        self._touched: dict[int, float] = {}
+
+    def touched(self, num_tokens: int) -> float:
+        """Return how many different experts a step of so many tokens reads, in the mean."""
+        found = self._touched.get(num_tokens)
+        if found is None:
+            found = self.num_experts - float((self._misses**num_tokens).sum())
+            self._touched[num_tokens] = found
+        return found
+
+
+def _chances(num_experts: int, num_chosen: int, skew: float) -> "Array":
+    """Return each expert's chance to be chosen by a token. Shape: [E]; the sum is num_chosen."""
+    shares = np.arange(1, num_experts + 1, dtype=np.float64) ** -skew
+    chances = np.zeros(num_experts)
+    # Those that come out above 1 are chosen always, and the others share what is left.
+    always = np.zeros(num_experts, bool)
+    while True:
+        left = num_chosen - int(always.sum())
+        rest = shares[~always].sum()
+        chances[always] = 1.0
+        chances[~always] = left * shares[~always] / rest if rest else 0.0
+        above = chances > 1.0
+        if not above.any():
+            return chances
+        always |= above
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """Weights by which a step multiplies its tokens: read once for all of them."""
+
+    num_bytes: float
+    flops_per_token: float
+    flops_per_s: float  # of products in this precision, that serving reaches
+
+    def seconds(self, num_tokens: float, bytes_per_s: float, fraction: float = 1.0) -> float:
+        """Return the longer of computing and of reading ``fraction`` of the weights."""
+        computing_s = num_tokens * self.flops_per_token / self.flops_per_s
+        return max(computing_s, fraction * self.num_bytes / bytes_per_s)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineCosts:
+    """The longer of computing and reading for each part of a step, plus a constant for the engine.
+
+    The parts follow each other: products of all tokens, experts, attention, logits, what lies
+    between products, and what ranks exchange. It is no measurement: it tells what a device could do
+    at given shares of its peaks.
+    """
+
+    flops_per_s: float  # of attention, that serving reaches
     bytes_per_s: float  # of the device's memory
     host_bytes_per_s: float  # between the device and the host
-    step_s: float  # the engine's own time, with kernel launches
-    weights_bytes: int  # that each step reads
-    flops_per_token: float  # of the linear layers
+    step_s: float  # the engine's own time, with kernel launches, and latencies between ranks
+    products: tuple[Product, ...]  # that each token passes
+    head: Product  # for the tokens whose logits are needed
+    experts: Product | None = None  # all experts; flops of those that a token chooses
+    mixture: Mixture | None = None
     flops_per_pair: float  # of attention, per token and entry
     entry_bytes: int  # of a token's keys and values in all layers
+    activation_bytes: float = 0.0  # of a token, read and written between products
+    state_bytes: int = 0  # of a sequence's recurrent states, which each step reads and writes
+    exchange_s_per_token: float = 0.0  # between ranks
 
     def seconds(self, work: StepWork) -> float:
-        flops = self.flops_per_token * work.num_tokens + self.flops_per_pair * work.num_attended
-        moved = self.weights_bytes + self.entry_bytes * (work.num_read + work.num_tokens)
-        return self.step_s + max(flops / self.flops_per_s, moved / self.bytes_per_s)
+        tokens, rate = work.num_tokens, self.bytes_per_s
+        seconds = self.step_s + self.exchange_s_per_token * tokens
+        for each in self.products:
+            seconds += each.seconds(tokens, rate)
+        if work.num_sampled:
+            seconds += self.head.seconds(work.num_sampled, rate)
+        if self.experts is not None and self.mixture is not None:
+            touched = self.mixture.touched(tokens) / self.mixture.num_experts
+            seconds += self.experts.seconds(tokens, rate, touched)
+        seconds += self.activation_bytes * tokens / rate
+        moved = self.entry_bytes * (work.num_read + tokens)
+        moved += 2 * self.state_bytes * work.num_sequences
+        attending_s = self.flops_per_pair * work.num_attended / self.flops_per_s
+        return seconds + max(attending_s, moved / rate)
 
     @property
     def copy_s(self) -> float:

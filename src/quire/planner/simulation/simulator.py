@@ -15,6 +15,7 @@ from quire.engine.scheduler import SchedulerLimits
 from quire.engine.scheduling.offload_policy import WritePolicy
 from quire.engine.sequence import Sequence as EngineSequence
 from quire.kv import CacheConfig, build_accounting
+from quire.kv.interface import found_block_size
 from quire.planner.capacity import PlanTarget, rank_footprint, sizes_of
 from quire.planner.planned_tiers import (
     PlannedTier,
@@ -77,7 +78,7 @@ def make_replica(
     accounting = build_accounting(fleet.cache, fleet.spec, sizes)
     carrier = None
     if tiers:
-        block_size = accounting.block_size(0)
+        block_size = found_block_size(accounting, fleet.sizes.block_size)
         carrier = VirtualCarrier(
             accounting.groups,
             block_size,
@@ -122,7 +123,7 @@ def router_of(fleet: Fleet) -> Router | None:
         fleet.routing,
         fleet.num_replicas,
         accounting.groups,
-        accounting.block_size(0),
+        found_block_size(accounting, fleet.sizes.block_size),
         delay_s=fleet.event_delay_s,
     )
 
@@ -196,6 +197,8 @@ def _result(
     num_requests: int,
 ) -> SimulationResult:
     counts = [replica.scheduler.statistics for replica in replicas]
+    # Without a prefix cache nothing is looked up, and no prompt is missed.
+    looked_up = counts if fleet.sizes.enable_prefix_caching else []
     lines = [replica.timeline for replica in replicas]
     duration_s = max(line.duration_s for line in lines)
 
@@ -219,9 +222,9 @@ def _result(
         num_scheduled_tokens=int(sum(each.step_tokens.sum for each in counts)),
         num_input_tokens=tally.num_input_tokens,
         num_output_tokens=tally.num_output_tokens,
-        prefix_query_tokens=sum(each.prefix_query_tokens for each in counts),
-        prefix_hit_tokens=sum(each.prefix_hit_tokens for each in counts),
-        prefix_missed_tokens=_added(each.prefix_missed_tokens for each in counts),
+        prefix_query_tokens=sum(each.prefix_query_tokens for each in looked_up),
+        prefix_hit_tokens=sum(each.prefix_hit_tokens for each in looked_up),
+        prefix_missed_tokens=_added(each.prefix_missed_tokens for each in looked_up),
         num_preemptions=sum(each.num_preemptions for each in counts),
         num_swaps=sum(each.num_swaps for each in counts),
         num_recomputed_tokens=sum(each.num_recomputed_tokens for each in counts),
@@ -345,7 +348,7 @@ def fleet_for(
         tiers=planned_tiers(
             config,
             accounting.groups,
-            block_size=accounting.block_size(0),
+            block_size=found_block_size(accounting, config.block_size),
             table=tier_table,
         ),
         tier_write=config.kv_tier_write,
