@@ -137,6 +137,13 @@ def test_a_preempted_sequence_sees_its_image_again(name: str, swap_space: Any) -
         assert [sequence.output_token_ids for sequence in sequences] == expected(name)
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
+def test_guesses_change_no_token(name: str) -> None:
+    guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    with llm_of(name, speculative_config=guesses, max_num_batched_tokens=16) as llm:
+        assert texts(llm, prompts(name)) == expected(name)
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_a_placeholder_without_an_image_is_a_token(
     name: str, caplog: pytest.LogCaptureFixture
