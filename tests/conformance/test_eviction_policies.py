@@ -35,7 +35,7 @@ from quire.planner.hit_rates import hit_rate_curve
 from quire.spec import FullAttention, Group
 from quire.traces import TraceRequest
 
-OWN = ("choice", "lru", "lru-2")
+OWN = ("choice", "lru", "lru-2", "bip")
 EXAMPLE = "lfu"  # of another package: examples/eviction_policy.py
 NUM_BLOCKS = 24
 GROUP = Group(spec=FullAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn"), layers=(0,))

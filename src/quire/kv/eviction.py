@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.kv.eviction_queue import NO_IDS, EvictionQueue, Ids
-from quire.kv.policy_duel import NEVER, PolicyDuel
+from quire.kv.order_trials import Order, OrderTrials
+from quire.kv.shadow_caches import KEEP_ONE_IN, NEVER
 from quire.plugins import Registry
 
 # -- the interface ---------------------------------------------------------------------------------
@@ -129,10 +130,10 @@ class Ghosts:
         self._slots = np.zeros(slots, np.uint32)
         self._last = np.uint32(slots - 1)  # there are a power of two of them
         # A power of two, so that the clock can be set back by one without moving the ticks.
-        self._tick = 1 << max(0, min(14, (num_blocks // _TICKS).bit_length()))
+        self.tick = 1 << max(0, min(14, (num_blocks // _TICKS).bit_length()))
         self._reach = _GHOST_REACH * num_blocks
-        one_in = 1 << max(0, (self._reach // slots).bit_length() - 1)
-        self._mask = np.uint32(one_in - 1)  # prints with none of these bits are remembered
+        self.one_in = 1 << max(0, (self._reach // slots).bit_length() - 1)
+        self._mask = np.uint32(self.one_in - 1)  # prints with none of these bits are remembered
 
     @property
     def nbytes(self) -> int:
@@ -143,15 +144,23 @@ class Ghosts:
         if self._mask:
             sampled = prints & self._mask == 0
             prints, times = prints[sampled], times[sampled]
-        ticks = (times // self._tick).astype(np.uint32) & _LOW
+        ticks = (times // self.tick).astype(np.uint32) & _LOW
         self._slots[self._place(prints)] = (prints | _LEAST_TAG) & ~_LOW | ticks
 
     def recall(self, prints: Prints, now: int) -> GhostTimes:
         """Return roughly when each was last used; ``NEVER`` where that is not known."""
+        if self._mask:
+            times = np.full(len(prints), NEVER, np.int64)
+            sampled = (prints & self._mask == 0).nonzero()[0]
+            if len(sampled):
+                times[sampled] = self._recall(prints[sampled], now)
+            return times
+        return self._recall(prints, now)
+
+    def _recall(self, prints: Prints, now: int) -> GhostTimes:
         found = self._slots[self._place(prints)]
         known = (found ^ (prints | _LEAST_TAG)) <= _LOW  # no tag is zero
-        known &= prints & self._mask == 0
-        ages = ((now // self._tick - found.astype(np.int64)) & 0xFFFF) * self._tick
+        ages = ((now // self.tick - found.astype(np.int64)) & 0xFFFF) * self.tick
         known &= ages <= self._reach
         return np.where(known, np.maximum(now - ages, 0), NEVER)
 
@@ -160,7 +169,7 @@ class Ghosts:
         return places
 
 
-# -- least recently used ---------------------------------------------------------------------------
+# -- orders of past uses ---------------------------------------------------------------------------
 
 
 _PRIORITY = 1 << 48  # one step of priority outweighs any time
@@ -168,32 +177,41 @@ _LEAST_IMPORTANT = 127
 
 
 class Recency:
-    """Blocks in the order of a past use: the last one (LRU), or the one before it (LRU-2).
+    """Blocks in an order of their past uses (``Order``).
 
-    LRU is right where what was used just now comes back soon. LRU-2 is right where much comes once
-    and never again: a block that was used once is worth less than any that came back, so a flood of
-    new prompts evicts itself. To tell the two apart it must know when a block that is gone was
-    last used (``ghosts``). Which of them is right changes with the traffic and the size of the
-    cache; with a ``duel`` both are tried on a sample, and the better one decides.
+    ``LAST`` (LRU) is right where what was used just now comes back soon. ``LAST_BUT_ONE`` (LRU-2)
+    is right where much comes once and never again: a block that was used once is worth less than
+    any that came back, so a flood of new prompts evicts itself. To tell the two apart it must know
+    when a block that is gone was last used (``ghosts``). ``NEWCOMERS`` (BIP) is right where the
+    same prompts come round and round, and are too many for the pool: it keeps some of them, where
+    the others keep each until right before it comes again.
 
-    Source: LRU-2, O'Neil, O'Neil and Weikum 1993.
+    Which of them is right changes with the traffic and the size of the cache. With ``trials`` all
+    are watched on a sample, and one that finds less than LRU loses its seat.
+
+    Source: LRU-2, O'Neil, O'Neil and Weikum 1993; bimodal insertion, Qureshi et al. 2007.
     """
 
     def __init__(
-        self,
-        pool: PolicyPool,
-        *,
-        by_last: bool = True,
-        duel: PolicyDuel | None = None,
+        self, pool: PolicyPool, *, order: Order = Order.LAST, with_trials: bool = False
     ) -> None:
-        self._by_last = by_last
-        self._duel = duel
+        self._order = order
         self._prints_of = pool.prints_of
-        self._ghosts = Ghosts(pool.num_blocks) if duel or not by_last else None
+        self._trials: OrderTrials | None = None
+        self._ghosts: Ghosts | None = None
+        if with_trials or order is Order.LAST_BUT_ONE:
+            self._ghosts = Ghosts(pool.num_blocks)
+        if with_trials:
+            assert self._ghosts is not None
+            self._trials = OrderTrials(
+                pool.num_blocks, tick=self._ghosts.tick, gap=self._ghosts.one_in
+            )
         num_ids = pool.num_ids
         self._runs = EvictionQueue(num_ids)
         self._last = np.full(num_ids, NEVER, np.int32)
         self._before = self._last if self._ghosts is None else self._last.copy()
+        self._is_new = np.zeros(num_ids, bool)  # not hit yet, and not one of those that stay
+        self._num_misses = 0
         self._priority = np.zeros(num_ids, np.int8)
         self._has_priorities = False
 
@@ -209,27 +227,39 @@ class Recency:
             self._priority[blocks[fresh]] = _LEAST_IMPORTANT
             wanted = np.broadcast_to(np.int8(priority), blocks.shape)
             np.minimum.at(self._priority, blocks, wanted)
+        if self._trials is not None or self._order is Order.NEWCOMERS:
+            self._is_new[blocks] = False
+            if len(fresh):
+                self._num_misses += 1
+                if self._num_misses % KEEP_ONE_IN:
+                    self._is_new[blocks[fresh]] = True
         if self._ghosts is None:
             return
         prints = self._prints_of(blocks)
         if len(fresh):
             last[fresh] = self._ghosts.recall(prints[fresh], now)
         # An ancestor was used whenever its descendant was, even if its ghost has been forgotten.
-        self._before[blocks] = np.maximum.accumulate(last)
-        if self._duel is not None:
-            sampled = prints[prints & self._duel.mask == 0]
-            if len(sampled) and self._duel.watch(sampled[::-1].tolist()) != self._by_last:
-                self._by_last = not self._by_last
+        last = np.maximum.accumulate(last)
+        self._before[blocks] = last
+        if self._trials is not None:
+            sampled = prints[(prints & self._trials.mask == 0).nonzero()[0]]
+            num_hits = len(blocks) - len(fresh)
+            order = self._trials.watch(sampled[::-1].tolist(), last, num_hits, now)
+            if order is not self._order:
+                self._order = order
                 self._reorder()
 
     def free(self, blocks: Ids) -> None:
-        scores = (self._last if self._by_last else self._before)[blocks]
+        past = self._before if self._order is Order.LAST_BUT_ONE else self._last
+        scores = past[blocks]
+        if self._order is Order.NEWCOMERS:
+            scores = np.where(self._is_new[blocks], -scores, scores)
         if self._has_priorities:
             scores = scores - self._priority[blocks].astype(np.int64) * _PRIORITY
         if not self._has_priorities and scores[0] == scores[-1]:  # along a path they only rise
             self._runs.put(int(scores[0]), blocks)
             return
-        ends = (np.diff(scores) != 0).nonzero()[0] + 1
+        ends = (scores[1:] != scores[:-1]).nonzero()[0] + 1
         begin = 0
         for end in (*ends.tolist(), len(blocks)):
             self._runs.put(int(scores[begin]), blocks[begin:end])
@@ -262,6 +292,8 @@ class Recency:
         for times in (self._last, self._before) if self._ghosts is not None else (self._last,):
             known = times != NEVER
             times[known] = np.maximum(times[known] - ticks, 0)
+        if self._trials is not None:
+            self._trials.rewind(ticks)
         self._reorder()
 
     def check(self, cached: Ids) -> None:
@@ -288,12 +320,17 @@ def lru(pool: PolicyPool) -> EvictionPolicy:
 
 def lru2(pool: PolicyPool) -> EvictionPolicy:
     """Make the policy that evicts by the use before the last."""
-    return Recency(pool, by_last=False)
+    return Recency(pool, order=Order.LAST_BUT_ONE)
+
+
+def bip(pool: PolicyPool) -> EvictionPolicy:
+    """Make the policy that evicts what was not hit yet, the newest first."""
+    return Recency(pool, order=Order.NEWCOMERS)
 
 
 def choice(pool: PolicyPool) -> EvictionPolicy:
-    """Make the policy that follows the one of the two that would have found more lately."""
-    return Recency(pool, duel=PolicyDuel(pool.num_blocks))
+    """Make the policy that follows whichever of these finds more, and LRU in doubt."""
+    return Recency(pool, with_trials=True)
 
 
 MakePolicy: TypeAlias = Callable[[PolicyPool], EvictionPolicy]
@@ -302,6 +339,6 @@ DEFAULT_POLICY = "choice"
 EVICTION_POLICIES: Registry[MakePolicy] = Registry(
     "eviction policy",
     "quire.eviction_policies",
-    {"choice": choice, "lru": lru, "lru-2": lru2},
+    {"choice": choice, "lru": lru, "lru-2": lru2, "bip": bip},
     lambda found: None if callable(found) else f"{found!r} makes no policy: it is not callable",
 )

@@ -16,6 +16,7 @@ import numpy.typing as npt
 Ids: TypeAlias = npt.NDArray[np.intp]
 NO_IDS: Ids = np.empty(0, np.intp)
 _NO_RUN = 0
+_LAST_SERIAL = 2**31 - 1
 _SLACK = 1 << 12  # stale entries that are not worth a sweep
 
 
@@ -40,7 +41,7 @@ class EvictionQueue:
 
     def put(self, score: int, blocks: Ids) -> None:
         """Put a run in."""
-        if self._num_entries > 2 * self._len + _SLACK or self._serial == np.iinfo(np.int32).max:
+        if self._num_entries > 2 * self._len + _SLACK or self._serial == _LAST_SERIAL:
             self._sweep()
         self._serial += 1
         heapq.heappush(self._heap, (score, self._serial, _QueuedRun(blocks.astype(np.int32))))
