@@ -113,6 +113,7 @@ class EvictionPolicy(Protocol):
 
 
 GhostTimes = npt.NDArray[np.int64]
+_NO_TIMES: GhostTimes = np.empty(0, np.int64)
 _SLOTS_A_BLOCK = 2
 _LEAST_SLOTS = 1 << 14
 _GHOST_REACH = 8  # a time is believed so many times the number of blocks back
@@ -139,30 +140,29 @@ class Ghosts:
     def nbytes(self) -> int:
         return self._slots.nbytes
 
-    def remember(self, prints: Prints, times: GhostTimes) -> None:
+    def remember(self, prints: Prints, times: Times) -> None:
         """Note when blocks of these contents, which are evicted, were used last."""
         if self._mask:
-            sampled = prints & self._mask == 0
+            sampled = (prints & self._mask == 0).nonzero()[0]
             prints, times = prints[sampled], times[sampled]
         ticks = (times // self.tick).astype(np.uint32) & _LOW
         self._slots[self._place(prints)] = (prints | _LEAST_TAG) & ~_LOW | ticks
 
-    def recall(self, prints: Prints, now: int) -> GhostTimes:
-        """Return roughly when each was last used; ``NEVER`` where that is not known."""
+    def recall(self, prints: Prints, now: int) -> tuple[Ids, GhostTimes]:
+        """Return which of these contents are known, by place, and about when each was last used."""
+        sampled: Ids | None = None
         if self._mask:
-            times = np.full(len(prints), NEVER, np.int64)
             sampled = (prints & self._mask == 0).nonzero()[0]
-            if len(sampled):
-                times[sampled] = self._recall(prints[sampled], now)
-            return times
-        return self._recall(prints, now)
-
-    def _recall(self, prints: Prints, now: int) -> GhostTimes:
+            prints = prints[sampled]
         found = self._slots[self._place(prints)]
-        known = (found ^ (prints | _LEAST_TAG)) <= _LOW  # no tag is zero
-        ages = ((now // self.tick - found.astype(np.int64)) & 0xFFFF) * self.tick
-        known &= ages <= self._reach
-        return np.where(known, np.maximum(now - ages, 0), NEVER)
+        known = ((found ^ (prints | _LEAST_TAG)) <= _LOW).nonzero()[0]  # no tag is zero
+        if not len(known):
+            return NO_IDS, _NO_TIMES
+        ages = ((now // self.tick - found[known].astype(np.int64)) & 0xFFFF) * self.tick
+        near = (ages <= self._reach).nonzero()[0]
+        known = known[near]
+        times = np.maximum(now - ages[near], 0)
+        return known if sampled is None else sampled[known], times
 
     def _place(self, prints: Prints) -> npt.NDArray[np.uint32]:
         places: npt.NDArray[np.uint32] = prints * _SPREAD >> _SHIFT & self._last
@@ -221,25 +221,26 @@ class Recency:
     def use(self, blocks: Ids, now: int, priority: Priority) -> None:
         last = self._last[blocks]
         self._last[blocks] = now
-        fresh = (last == NEVER).nonzero()[0]
+        is_fresh = last == NEVER
+        fresh = is_fresh.nonzero()[0]
         if self._has_priorities or not isinstance(priority, int) or priority:
             self._has_priorities = True
             self._priority[blocks[fresh]] = _LEAST_IMPORTANT
             wanted = np.broadcast_to(np.int8(priority), blocks.shape)
             np.minimum.at(self._priority, blocks, wanted)
         if self._trials is not None or self._order is Order.NEWCOMERS:
-            self._is_new[blocks] = False
-            if len(fresh):
-                self._num_misses += 1
-                if self._num_misses % KEEP_ONE_IN:
-                    self._is_new[blocks[fresh]] = True
+            self._num_misses += len(fresh) > 0
+            stays = self._num_misses % KEEP_ONE_IN == 0
+            self._is_new[blocks] = False if stays else is_fresh
         if self._ghosts is None:
             return
         prints = self._prints_of(blocks)
         if len(fresh):
-            last[fresh] = self._ghosts.recall(prints[fresh], now)
-        # An ancestor was used whenever its descendant was, even if its ghost has been forgotten.
-        last = np.maximum.accumulate(last)
+            known, times = self._ghosts.recall(prints[fresh], now)
+            if len(known):
+                last[fresh[known]] = times
+                # An ancestor was used whenever its descendant was, even if its ghost is forgotten.
+                last = np.maximum.accumulate(last)
         self._before[blocks] = last
         if self._trials is not None:
             sampled = prints[(prints & self._trials.mask == 0).nonzero()[0]]
@@ -302,8 +303,7 @@ class Recency:
     def _forget(self, blocks: Ids) -> None:
         """Keep at most a ghost of evicted blocks."""
         if self._ghosts is not None:
-            times = self._last[blocks].astype(np.int64)
-            self._ghosts.remember(self._prints_of(blocks), times)
+            self._ghosts.remember(self._prints_of(blocks), self._last[blocks])
         self._last[blocks] = NEVER
 
     def _reorder(self) -> None:

@@ -68,21 +68,24 @@ class EvictionQueue:
     def pop(self, count: int, *, one_run: bool = False) -> Ids:
         """Take the first ``count`` out, or as many as there are (in the first run)."""
         found: list[Ids] = []
+        heap, run_of = self._heap, self._run_of
         count = min(count, self._len)
         while count:
-            _, serial, run = self._heap[0]
-            stop = min(run.begin + max(count, 16), len(run.blocks))
-            entries = run.blocks[run.begin : stop]
-            alive = (self._run_of[entries] == serial).nonzero()[0]
+            _, serial, run = heap[0]
+            begin = run.begin
+            stop = min(begin + max(count, 16), len(run.blocks))
+            entries = run.blocks[begin:stop]
+            alive = (run_of[entries] == serial).nonzero()[0]
             if len(alive) > count:
                 alive = alive[:count]
-                stop = run.begin + int(alive[-1]) + 1
-            self._num_entries -= stop - run.begin
+                stop = begin + int(alive[-1]) + 1
+            self._num_entries -= stop - begin
             run.begin = stop
             if stop == len(run.blocks):
-                heapq.heappop(self._heap)
+                heapq.heappop(heap)
             if len(alive):
-                found.append(entries[alive].astype(np.intp))
+                taken = entries[: len(alive)] if len(alive) == stop - begin else entries[alive]
+                found.append(taken.astype(np.intp))
                 count -= len(alive)
                 if one_run:
                     break

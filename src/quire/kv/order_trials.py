@@ -123,20 +123,23 @@ class LruHits:
         ``last_uses``: ``NEVER`` where none is known. Returns: how many blocks it finds.
         """
         held, tick, found = self._num_last_used, self._tick, 0
-        length = len(last_uses)
-        if last_uses[0] == last_uses[-1]:
-            ends = [length - 1]
-        else:
-            ends = [*(last_uses[1:] != last_uses[:-1]).nonzero()[0].tolist(), length - 1]
+        uses: list[int] = last_uses.tolist()
+        length = len(uses)
         begin = 0
-        for end, when in zip(ends, last_uses[ends].tolist(), strict=True):
-            count, begin = end + 1 - begin, end + 1
+        while begin < length:
+            when, end = uses[begin], begin + 1
+            if when == uses[-1]:
+                end = length
+            else:
+                while uses[end] == when:
+                    end += 1
             num_there = held.get(when // tick, 0)
             if num_there:
                 # Of those that one sequence used last together, the deepest have gone first.
-                count = min(count, num_there)
+                count = min(end - begin, num_there)
                 held[when // tick] = num_there - count
                 found += count
+            begin = end
         held[now // tick] = held.get(now // tick, 0) + length
         self._num_held += length - found
         while (excess := self._num_held - self._num_blocks) > 0:
