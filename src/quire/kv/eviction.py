@@ -13,7 +13,7 @@ benchmarks/accounting/bench_eviction.py measures which policy keeps what real tr
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +103,21 @@ class EvictionPolicy(Protocol):
         ...
 
 
+@runtime_checkable
+class HeedsEnds(Protocol):
+    """What an eviction policy may have besides: it is told what clients know.
+
+    A client may say that a conversation ends with a request, and may be wrong.
+    """
+
+    def end(self, blocks: Ids) -> None:
+        """Note that the sequence which has just used these blocks was its conversation's last.
+
+        Deepest first, between ``use`` and ``free``. Other sequences may use them as well.
+        """
+        ...
+
+
 # -- ghost entries ---------------------------------------------------------------------------------
 
 # When evicted blocks were last used: a small table that may forget.
@@ -174,6 +189,7 @@ class Ghosts:
 
 _PRIORITY = 1 << 48  # one step of priority outweighs any time
 _LEAST_IMPORTANT = 127
+_BEFORE_ALL = 1 << 32  # more than any time
 
 
 class Recency:
@@ -185,6 +201,10 @@ class Recency:
     when a block that is gone was last used (``ghosts``). ``NEWCOMERS`` (BIP) is right where the
     same prompts come round and round, and are too many for the pool: it keeps some of them, where
     the others keep each until right before it comes again.
+
+    ``ENDED_FIRST`` and ``ENDED_EARLIER`` are for blocks of conversations of which clients say that
+    they have ended. What others use too has not: it is the blocks behind the last place at which
+    prompts part.
 
     Which of them is right changes with the traffic and the size of the cache. With ``trials`` all
     are watched on a sample, and one that finds less than LRU loses its seat.
@@ -212,6 +232,11 @@ class Recency:
         self._before = self._last if self._ghosts is None else self._last.copy()
         self._is_new = np.zeros(num_ids, bool)  # not hit yet, and not one of those that stay
         self._num_misses = 0
+        self._ends: _Ends | None = None  # from the first conversation that is said to end
+        self._ended_by = {
+            Order.ENDED_EARLIER: pool.num_blocks,  # … on the clock, which counts blocks computed
+            Order.ENDED_FIRST: _BEFORE_ALL,
+        }
         self._priority = np.zeros(num_ids, np.int8)
         self._has_priorities = False
 
@@ -232,6 +257,8 @@ class Recency:
             self._num_misses += len(fresh) > 0
             stays = self._num_misses % KEEP_ONE_IN == 0
             self._is_new[blocks] = False if stays else is_fresh
+        if self._ends is not None:
+            self._ends.use(blocks, is_fresh)
         if self._ghosts is None:
             return
         prints = self._prints_of(blocks)
@@ -250,11 +277,25 @@ class Recency:
                 self._order = order
                 self._reorder()
 
+    def end(self, blocks: Ids) -> None:
+        """Note that a conversation has ended, if orders are tried: by itself each is as it is."""
+        if self._trials is None:
+            return
+        if self._ends is None:
+            self._ends = _Ends(self._last != NEVER)
+        ended = self._ends.end(blocks)
+        prints = self._prints_of(ended)
+        sampled = prints[(prints & self._trials.mask == 0).nonzero()[0]]
+        self._trials.end(sampled[::-1].tolist())
+
     def free(self, blocks: Ids) -> None:
         past = self._before if self._order is Order.LAST_BUT_ONE else self._last
         scores = past[blocks]
         if self._order is Order.NEWCOMERS:
             scores = np.where(self._is_new[blocks], -scores, scores)
+        elif self._order in self._ended_by and self._ends is not None:
+            ended = self._ends.have_ended[blocks]
+            scores = scores - ended * np.int64(self._ended_by[self._order])
         if self._has_priorities:
             scores = scores - self._priority[blocks].astype(np.int64) * _PRIORITY
         if not self._has_priorities and scores[0] == scores[-1]:  # along a path they only rise
@@ -311,6 +352,36 @@ class Recency:
         runs, self._runs = self._runs.runs(), EvictionQueue(len(self._last))
         for blocks in runs:
             self.free(blocks)
+
+
+class _Ends:
+    """Which blocks belong to one conversation alone, and which of these have ended."""
+
+    def __init__(self, are_cached: npt.NDArray[np.bool_]) -> None:
+        """``are_cached``: what is known of whom they belong to is that it is not known."""
+        self._are_shared = are_cached.copy()
+        self._have_below = are_cached.copy()  # whether a prompt went on behind a block
+        self.have_ended = np.zeros_like(are_cached)
+
+    def use(self, blocks: Ids, are_fresh: npt.NDArray[np.bool_]) -> None:
+        """Note a sequence's use of blocks, deepest first: of the fresh ones it is the first."""
+        self.have_ended[blocks] = False
+        fresh = blocks[are_fresh]
+        self._are_shared[fresh] = self._have_below[fresh] = False
+        num_fresh = len(fresh)
+        if num_fresh < len(blocks):
+            # The deepest that was there before: prompts part behind it if another went on there.
+            # If one is missing in between, it is not known who went on where.
+            first = 0 if not are_fresh[:num_fresh].all() else num_fresh
+            if first < num_fresh or self._have_below[blocks[first]]:
+                self._are_shared[blocks[first:]] = True
+        self._have_below[blocks[1:]] = True
+
+    def end(self, blocks: Ids) -> Ids:
+        """Note that the conversation has ended. Returns: those that it alone had, deepest first."""
+        ended = blocks[~self._are_shared[blocks]]
+        self.have_ended[ended] = True
+        return ended
 
 
 def lru(pool: PolicyPool) -> EvictionPolicy:

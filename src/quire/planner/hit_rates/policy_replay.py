@@ -9,6 +9,7 @@ block of the trace, and a fingerprint is looked up by it.
 A test compares what is found with what the engine's accounting finds.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import final
 from zlib import crc32
@@ -16,7 +17,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv import EVICTION_POLICIES, PolicyPool
+from quire.kv import EVICTION_POLICIES, HeedsEnds, PolicyPool
 from quire.planner.hit_rates.prefix_tree import TELL_EVERY, OnRequest, Prompts
 
 _Ids = npt.NDArray[np.intp]
@@ -43,11 +44,14 @@ class PolicyReplay:
         on_request: OnRequest = lambda _: None,
         *,
         first_counted: int = 0,
+        ended: Sequence[bool] = (),
     ) -> int:
         """Count hit tokens in a cache of ``num_blocks``; it refuses larger prompts.
 
-        Requests before ``first_counted`` fill the cache only. Raises: ConfigError for an unknown
-        policy.
+        Requests before ``first_counted`` fill the cache only. ``ended``: of each request, whether
+        its client says that the conversation ends with it; a policy may heed that.
+
+        Raises: ConfigError for an unknown policy.
         """
         prompts = self._prompts
         order = EVICTION_POLICIES.find(policy, "policy")(self._pool(num_blocks))
@@ -76,6 +80,8 @@ class PolicyReplay:
                 cached[path] = True
             clock += 1
             order.use(path, clock, 0)
+            if ended and ended[request] and isinstance(order, HeedsEnds):
+                order.end(path)
             order.free(path)
             if request >= first_counted:
                 hit_tokens += prompts.tokens_of(request, num_hit)
