@@ -14,7 +14,7 @@ way back to LRU's own blocks, which is paid out too.
 import math
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ _SHARE = 1 / 256  # of LRU's hits, paid into each account
 _MOST = 1 / 4  # of the pool's blocks: what an account can hold
 _LATELY = 1 / 64  # the weight of the last prompt in the mean of their lengths
 
-Times = npt.NDArray[np.int64]
+LastUses: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 class Order(IntEnum):
@@ -87,7 +87,7 @@ class OrderTrials:
         self.seat: Order = Order.LAST
         self._tried: Order = Order.LAST
 
-    def watch(self, prints: list[int], last_uses: Times, num_hits: int, now: int) -> Order:
+    def watch(self, prints: list[int], last_uses: LastUses, num_hits: int, now: int) -> Order:
         """Note that a sequence has used blocks. Returns: the order that has the seat from now on.
 
         ``prints``: the sampled fingerprints, shallowest first. ``last_uses``: of all the blocks
@@ -158,7 +158,7 @@ class LruHits:
         self._num_last_used: dict[int, int] = {}  # blocks that it holds, by tick, in order
         self._num_held = 0
 
-    def use(self, last_uses: Times, now: int) -> int:
+    def use(self, last_uses: LastUses, now: int) -> int:
         """Use a sequence's blocks, whose last uses before this one rise from the deepest on.
 
         ``last_uses``: ``NEVER`` where none is known. Returns: how many blocks it finds.
