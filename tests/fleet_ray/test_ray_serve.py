@@ -71,7 +71,7 @@ def listed(*names: str) -> Any:
 
 
 REPORT = ReplicaReport(load=Load(num_running=3))
-REQUEST = Request(1, (5, 6), SamplingParams())
+REQUEST = Request(request_id=1, prompt_token_ids=(5, 6), params=SamplingParams())
 PIECE = TextDelta(index=0, text="a", token_ids=(1,), finish_reason=None)
 
 
