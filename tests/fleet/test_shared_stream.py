@@ -62,11 +62,13 @@ class Wire:
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
+        self.num_calls = 0
         self.sent: list[Message] = []
         self.breaks = asyncio.Event()
         self.hears = True  # what the door tells
 
     async def messages(self) -> AsyncGenerator[Message, None]:
+        self.num_calls += 1
         async with aclosing(self._outbox.messages()) as messages:
             while True:
                 following = asyncio.ensure_future(anext(messages))
@@ -298,5 +300,36 @@ def test_an_outbox_that_closes_says_all_before() -> None:
             await closing
             await until(lambda: inbox.lost is not None)
             assert "says no more" in str(inbox.lost)
+
+    run(ask())
+
+
+def test_messages_are_asked_for_anew_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_stream, "_MOST_OF_A_CALL", 3)
+
+    async def ask() -> None:
+        replica = Scripted()
+        async with joined(replica) as (inbox, wire, _):
+            own = inbox.generate(await request(), request_id="own")
+            for number in range(20):
+                replica.put("own", piece(str(number)))
+                assert (await anext(own)).text == str(number)
+            assert wire.num_calls > 3
+            await own.aclose()
+
+    run(ask())
+
+
+def test_a_door_that_does_not_ask_anew_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_stream, "_MOST_OF_A_CALL", 1)
+    monkeypatch.setattr(shared_stream, "_GAP_S", 0.01)
+
+    async def ask() -> None:
+        replica = Scripted()
+        outbox = Outbox(replica)
+        await outbox.begin(await request(), "own")
+        assert [message async for message in outbox.messages()] == [[]]
+        await until(lambda: replica.left == ["own"])
+        assert outbox.is_closed
 
     run(ask())

@@ -548,7 +548,9 @@ class _PrefixHash:
         if words.shape[1] % 2:
             words = np.pad(words, ((0, 0), (0, 1)))
         pairs = np.ascontiguousarray(words).view(np.uint64)
-        digests = _mixed(pairs * self._factors(pairs.shape[1]), self._more).sum(axis=1)
+        products = pairs * self._factors(pairs.shape[1])
+        products ^= products >> np.uint64(32)
+        digests: Keys = np.einsum("ij->i", products)  # .sum(axis=1) takes twice as long
         for number, text in images.items():
             keyed = blake2b(text, key=self._secret, digest_size=8).digest()
             digests[number] ^= np.uint64(int.from_bytes(keyed, "little"))

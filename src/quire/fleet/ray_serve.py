@@ -298,13 +298,13 @@ class ServedReplica:
         """Yield what is said of a door's requests, as an ``Outbox`` does."""
         from quire.fleet.shared_stream import Outbox
 
-        outbox = self._outboxes[door] = Outbox(self._here(to))
-        try:
-            async with aclosing(outbox.messages()) as messages:
-                async for message in messages:
-                    yield message
-        finally:
-            del self._outboxes[door]
+        here = self._here(to)
+        for each in [name for name, outbox in self._outboxes.items() if outbox.is_closed]:
+            del self._outboxes[each]
+        outbox = self._outboxes.setdefault(door, Outbox(here))
+        async with aclosing(outbox.messages()) as messages:
+            async for message in messages:
+                yield message
 
     async def begin(
         self, door: str, request: "Request", request_id: str, *, to: str, roll: Roll | None = None

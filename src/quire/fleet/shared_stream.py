@@ -26,6 +26,8 @@ Said: TypeAlias = TextDelta | QuireError | None
 Message: TypeAlias = list[tuple[str, Said]]
 
 _MOST_UNREAD: Final = 32  # messages that a door has not told to have read …
+_MOST_OF_A_CALL: Final = 4096  # messages: where calls keep a few bytes of each, until they end
+_GAP_S: Final = 10.0  # between two calls, after which the door is taken to have gone
 _PAUSE_S: Final = 0.05  # … and before each further one: the door may be unable to tell
 _TOLD_AT: Final = 16  # read messages are told of so many at once
 
@@ -34,7 +36,10 @@ class RemoteOutbox(Protocol):
     """A replica's ``Outbox``, as its door reaches it."""
 
     def messages(self) -> AsyncGenerator[Message, None]:
-        """Yield what is said, an empty message first. Closing it ends all requests there."""
+        """Yield what is said, an empty message first; after many of them it is to be called anew.
+
+        Closing it before it ends by itself ends all requests there.
+        """
         ...
 
     async def begin(self, request: Request, request_id: str) -> None:
@@ -64,27 +69,39 @@ class Outbox:
         self._filled, self._has_room = asyncio.Event(), asyncio.Event()
         self._num_unread = 0
         self._is_closed = False
+        self._ending: asyncio.TimerHandle | None = None  # between two calls
 
     async def messages(self) -> AsyncGenerator[Message, None]:
-        """Yield what is said until ``close``. Leaving it ends all requests."""
+        """Yield what is said, until ``close`` or until it is to be called anew.
+
+        Leaving it ends all requests, and so does not calling it anew.
+        """
+        self._call_off_end()
         self._has_room.set()
         self._filled.set()  # the first message says that it is open
+        num_said = 0
         try:
-            while True:
+            while num_said < _MOST_OF_A_CALL:
                 await self._filled.wait()
                 self._filled.clear()
                 said, self._said = self._said, []
                 if self._is_closed and not said and not self._running:
                     return
+                num_said += 1
                 self._num_unread += 1
                 if self._num_unread >= _MOST_UNREAD and not self._is_closed:
                     self._has_room.clear()
                     asyncio.get_running_loop().call_later(_PAUSE_S, self._has_room.set)
                 yield said
+            self._ending = asyncio.get_running_loop().call_later(_GAP_S, self._end)
         finally:
-            self._is_closed = True
-            for task in self._running.values():
-                task.cancel()
+            if self._ending is None:
+                self._end()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its requests have ended, or are about to."""
+        return self._is_closed
 
     async def begin(self, request: Request, request_id: str) -> None:
         """Run a request, and return at once. Raises: ReplicaRefused once it is closed."""
@@ -111,6 +128,16 @@ class Outbox:
         self._has_room.set()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         self._filled.set()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        for task in self._running.values():
+            task.cancel()
+
+    def _call_off_end(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
 
     async def _run(self, request: Request, request_id: str) -> None:
         try:
@@ -221,17 +248,20 @@ class Inbox:
 
     async def _read(self) -> None:
         """Read until the replica says no more."""
-        num_read = 0
+        num_read = 0  # that it has not been told of
         error: Exception = ReplicaLost(f"replica {self._name} says no more")
         try:
-            async with aclosing(self._remote.messages()) as messages:
-                async for message in messages:
-                    self._opened.set()
-                    self._take(message)
-                    num_read += 1
-                    if num_read == _TOLD_AT:
-                        self._spawn(self._note_read(num_read))
-                        num_read = 0
+            num_of_call = _MOST_OF_A_CALL
+            while num_of_call == _MOST_OF_A_CALL:
+                num_of_call = 0
+                async with aclosing(self._remote.messages()) as messages:
+                    async for message in messages:
+                        self._opened.set()
+                        self._take(message)
+                        num_of_call, num_read = num_of_call + 1, num_read + 1
+                        if num_read == _TOLD_AT:
+                            self._spawn(self._note_read(num_read))
+                            num_read = 0
         except Exception as raised:
             error = raised
         self._fail(error)
