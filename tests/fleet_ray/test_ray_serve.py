@@ -204,9 +204,32 @@ def test_a_watch_that_breaks_is_the_loss_of_the_replica() -> None:
     asyncio.run(ask())
 
 
+class Answering(Call):
+    """Messages that have a piece of the request that has been begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        yield []
+        await self.begun.wait()
+        yield [("x", PIECE)]
+        await asyncio.Event().wait()
+
+
+class Beginning(Call):
+    def __init__(self, answering: Answering) -> None:
+        super().__init__([None])
+        self._answering = answering
+
+    async def _result(self) -> Any:
+        self._answering.begun.set()
+
+
 def test_a_request_is_begun_and_left_at_its_replica() -> None:
-    pieces = Call([[("x", PIECE)]])
-    handle = Handle(watch=Call(), messages=pieces, begin=Call([None]), leave=Call([None]))
+    pieces = Answering()
+    handle = Handle(watch=Call(), messages=pieces, begin=Beginning(pieces), leave=Call([None]))
 
     async def ask() -> None:
         replica = RayReplica("a", handle, Roll())
@@ -225,7 +248,7 @@ def test_a_request_is_begun_and_left_at_its_replica() -> None:
         assert not pieces.is_cancelled
         await replica.close()
 
-    asyncio.run(ask())
+    asyncio.run(asyncio.wait_for(ask(), 10))
     assert pieces.is_cancelled
 
 
