@@ -254,17 +254,20 @@ def test_a_door_that_tells_nothing_gets_few_messages_and_all_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shared_stream, "_MOST_UNREAD", 3)
-    monkeypatch.setattr(shared_stream, "_PAUSE_S", 0.02)
+    monkeypatch.setattr(shared_stream, "_PAUSE_S", 0.2)
 
     async def ask() -> None:
-        replica = LocalReplica("it", engine("alone"))
-        params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+        replica = Scripted()
         async with joined(replica) as (inbox, wire, _):
             wire.hears = False
-            found = await read(inbox.generate(await request(params=params), request_id="it"))
-            assert sum(len(each.token_ids) for each in found) == 60
-            assert found[-1].finish_reason == "length"
-            assert len(wire.sent) < 40
+            reads = asyncio.ensure_future(read(inbox.generate(await request(), request_id="own")))
+            for number in range(100):
+                replica.put("own", piece(str(number)))
+                await asyncio.sleep(0.001)
+            replica.put("own", LAST)
+            text = "".join(each.text for each in await reads)
+            assert text == "".join(map(str, range(100))) + "z"
+            assert len(wire.sent) < 30
 
     run(ask())
 

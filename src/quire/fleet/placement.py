@@ -400,7 +400,9 @@ class PrefixAware:
         loads, blocks = self._loads.of(candidates), self.directory.count(hashes, candidates)
         self._add_promised(blocks, self._promises.find(hashes), places)
         found = self._tokens_of(blocks, len(token_ids))
-        num_found = sum(found.values(), np.zeros(len(candidates)))
+        num_found: Costs = np.zeros(len(candidates))
+        for tokens in found.values():
+            num_found += tokens
         compute_s, wait_s = self._costs_s(loads, len(token_ids) - num_found, blocks)
         weights = self._weights(self._former_places.find(hashes), places, num_found, len(token_ids))
         costs, seconds = weights * compute_s + wait_s, compute_s + wait_s

@@ -622,7 +622,7 @@ def _counted(bits: Keys) -> Numbers:
     lengths = np.concatenate((starts[1:], [len(bits)])) - starts
     runs = bits[starts].astype("<u8").view(np.uint8)
     each = np.unpackbits(runs, bitorder="little").reshape(len(starts), MAX_REPLICAS)
-    counts: Numbers = lengths @ each
+    counts: Numbers = lengths @ each.astype(np.int64)
     return counts
 
 
