@@ -144,8 +144,10 @@ class Loads:
 
     def of(self, replicas: Sequence[str]) -> Costs:
         """Return the numbers of replicas, an idle one's for one that is new: f64[rows, n]."""
-        columns = [self._standing(each).column for each in replicas]
-        return self._table[:, columns]
+        for each in replicas:
+            if each not in self._standings:
+                self._standing(each)
+        return self._table[:, [self._standings[each].column for each in replicas]]
 
     def num_requests(self, replica: str) -> int:
         """Return how many requests run or wait there, as far as is known."""
@@ -398,13 +400,16 @@ class PrefixAware:
         hashes = self.directory.hashes(token_ids, keys)
         places = {name: place for place, name in enumerate(candidates)}
         loads, blocks = self._loads.of(candidates), self.directory.count(hashes, candidates)
-        self._add_promised(blocks, self._promises.find(hashes), places)
+        promised, formerly = self._promises.marks.of(hashes), self._former_places.marks.of(hashes)
+        self._add_promised(blocks, self._promises.find(promised), places)
         found = self._tokens_of(blocks, len(token_ids))
         num_found: Costs = np.zeros(len(candidates))
         for tokens in found.values():
             num_found += tokens
         compute_s, wait_s = self._costs_s(loads, len(token_ids) - num_found, blocks)
-        weights = self._weights(self._former_places.find(hashes), places, num_found, len(token_ids))
+        weights = self._weights(
+            self._former_places.find(formerly), places, num_found, len(token_ids)
+        )
         costs, seconds = weights * compute_s + wait_s, compute_s + wait_s
         least = int(costs.argmin())
         equal = costs[least] + _EQUAL_FRACTION * seconds[least] + _EQUAL_S
@@ -419,8 +424,8 @@ class PrefixAware:
             cost_ms=1000 * float(seconds[best]),
         )
         self._loads.reserve(placed)
-        self._promises.add(placed, hashes)
-        self._former_places.add(placed.replica, hashes)
+        self._promises.add(placed, promised)
+        self._former_places.add(placed.replica, formerly)
         if session is not None:
             self._sessions[session] = placed.replica
             self._sessions.move_to_end(session)
@@ -517,11 +522,10 @@ class Promises:
     def __init__(self) -> None:
         self._replicas: dict[int, dict[str, int]] = {}  # how many requests, by prefix hash
         self._open: dict[int, tuple[str, list[int]]] = {}  # by choice
-        self._marks = Marks(4)
+        self.marks = Marks(4)  # which prefixes are kept
 
-    def add(self, placed: Placed, hashes: Keys) -> None:
-        """Promise a prompt's prefixes (hashes: u64[n]) for where it was placed."""
-        kept = self._marks.of(hashes)
+    def add(self, placed: Placed, kept: list[int]) -> None:
+        """Promise a prompt's prefixes, by their hashes, for where it was placed."""
         self._open[placed.number] = placed.replica, kept
         for each in kept:
             replicas = self._replicas.setdefault(each, {})
@@ -541,11 +545,11 @@ class Promises:
                 if not replicas:
                     del self._replicas[each]
 
-    def find(self, hashes: Keys) -> dict[str, int]:
-        """Return how many of a prompt's blocks are promised, by replica."""
+    def find(self, kept: list[int]) -> dict[str, int]:
+        """Return how many of a prompt's blocks are promised, by replica, from its prefixes."""
         found: dict[str, int] = {}
         if self._replicas:
-            for length, each in zip(self._marks.lengths, self._marks.of(hashes), strict=False):
+            for length, each in zip(self.marks.lengths, kept, strict=False):
                 replicas = self._replicas.get(each)
                 if replicas is None:
                     break
@@ -565,20 +569,20 @@ class FormerPlaces:
 
     def __init__(self) -> None:
         self._replicas = OrderedDict[int, str]()  # by prefix hash
-        self._marks = Marks(2)
+        self.marks = Marks(2)  # which prefixes are kept
 
-    def add(self, replica: str, hashes: Keys) -> None:
-        """Remember where a prompt was sent (hashes of its blocks: u64[n])."""
-        for each in self._marks.of(hashes):
+    def add(self, replica: str, kept: list[int]) -> None:
+        """Remember where a prompt was sent, by hashes of its prefixes."""
+        for each in kept:
             self._replicas[each] = replica
             self._replicas.move_to_end(each)
         while len(self._replicas) > _MOST_REMEMBERED:
             self._replicas.popitem(last=False)
 
-    def find(self, hashes: Keys) -> dict[str, int]:
-        """Return how many of a prompt's blocks were sent last to where, by replica."""
+    def find(self, kept: list[int]) -> dict[str, int]:
+        """Return how many of a prompt's blocks were sent last to where, from its prefixes."""
         found: dict[str, int] = {}
-        for length, each in zip(self._marks.lengths, self._marks.of(hashes), strict=False):
+        for length, each in zip(self.marks.lengths, kept, strict=False):
             if (replica := self._replicas.get(each)) is not None:
                 found[replica] = length
         return found

@@ -177,7 +177,10 @@ class PrefixDirectory:
         ``hashes``: u64, as ``hashes`` makes them; ``replicas``: n different ones.
         """
         with self._lock:
-            places = [self._holder(name).place for name in replicas]
+            for name in replicas:
+                if name not in self._holders:
+                    self._holder(name)
+            places = [self._holders[name].place for name in replicas]
             asked = np.uint64(sum(1 << place for place in places))
             media, hit = self._look_up(hashes, asked)
         # Each block of a hit counts where it is nearest.
