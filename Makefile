@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-gpu test-fleet test-triton triton-3.6 test-transformers check fuzz fuzz-http clients lint format types size bench \
-  bench-gpu docs setup clean
+  bench-gpu docs package setup clean
 
 help: ## print this list
 	@echo "make VERB   (Python: $(PYTHON); another one: make VERB PYTHON=python3.12)"
@@ -98,6 +98,11 @@ bench-gpu: $(if $(VENV),$(READY)) ## the same, and then its speeds (some parts: 
 docs: $(DOCS) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html is ready."
+
+package: $(READY) ## build a wheel and an sdist into dist/, and check what an index would show
+	@$(PIP) install -c constraints.txt -e '.[package]'
+	@$(BIN)/python -m build --no-isolation
+	@$(BIN)/twine check --strict dist/*
 
 setup: $(READY) ## make .venv, with Quire and its tools
 	@echo "$(VENV) is ready."

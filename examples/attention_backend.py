@@ -1,7 +1,9 @@
 """An attention backend of another package, in plain torch: what a subclass has to say, and no more.
 
-Run: python examples/attention_backend.py
+Run: python examples/attention_backend.py [MODEL]
 """
+
+import sys
 
 import torch
 from torch import Tensor
@@ -65,7 +67,7 @@ def make_backend(layers: LayersToServe) -> AttentionBackend:
 
 if __name__ == "__main__":
     BACKENDS.register("einsum", make_backend)
-    options = {"max_model_len": 128, "kv_cache_memory_bytes": "8MiB"}
-    with quire.LLM(attention_backend="einsum", **options) as llm:
+    model = sys.argv[1] if len(sys.argv) > 1 else None  # None: the demo model
+    with quire.LLM(model, attention_backend="einsum") as llm:
         (completion,) = llm.generate(["def fibonacci(n):\n"], quire.SamplingParams(max_tokens=24))
         print(f"attention by {llm.attention_backend}: {completion.text!r}")

@@ -1,4 +1,7 @@
-"""A whole tier: records in one SQLite database, the oldest of which make room for new ones."""
+"""A whole tier: records in one SQLite database, the oldest of which make room for new ones.
+
+Run: python examples/tier.py     (it writes one record to records.db here)
+"""
 
 import sqlite3
 import threading
@@ -38,8 +41,7 @@ class SqliteTier:
             self._lock.release()
 
     def _get(self, name: Name) -> bytes:
-        found = self._db.execute(GET + ONE, (self._space, name)).fetchone()
-        return found[0] if found else b""
+        return (self._db.execute(GET + ONE, (self._space, name)).fetchone() or (b"",))[0]
 
     def find(self, names: Sequence[Name], deadline: Deadline) -> int:
         with self._use(deadline):

@@ -147,6 +147,26 @@ def run_fork(
         return subprocess.CompletedProcess((code, *args), returncode, _text(out), _text(err))
 
 
+_PROGRAM = """
+import os, runpy, sys
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.stdout.flush()
+os._exit(0)  # to take the libraries apart takes longer than what was run
+"""
+
+
+def run_program(
+    path: str | os.PathLike[str],
+    *args: str,
+    timeout: float = 120,
+    cwd: str | os.PathLike[str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a file as ``python FILE`` does, to its end. Raises: subprocess.TimeoutExpired."""
+    return run_fork(_PROGRAM, os.fspath(path), *args, timeout=timeout, cwd=cwd)
+
+
 def _text(file: IO[str]) -> str:
     file.seek(0)
     return file.read()

@@ -6,6 +6,7 @@ Whether Kubernetes would take the manifests is ``make clients``' to ask: its sch
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ for each in yaml.safe_load_all(open(sys.argv[1])):
 """
 
 
+COMPOSE = DEPLOY / "compose.yaml"
+SERVICE = DEPLOY / "systemd" / "quire.service"
+SCRAPE = DEPLOY / "prometheus" / "prometheus.yml"
+
+
 def manifest(kind: str) -> dict[str, Any]:
     """Return the one manifest of a kind."""
     several = yaml.safe_load_all(MANIFESTS.read_text("utf-8"))
@@ -40,6 +46,16 @@ def manifest(kind: str) -> dict[str, Any]:
 @pytest.fixture
 def pod() -> dict[str, Any]:
     return manifest("Deployment")["spec"]["template"]["spec"]
+
+
+def served(arguments: list[str]) -> ServerConfig:
+    """Return what ``quire serve`` makes of the words behind ``quire``."""
+    name, *flags = arguments
+    command = get_command(command_line(["serve"])).commands[name]  # type: ignore[attr-defined]
+    context = command.make_context(name, flags)
+    fields = ServerConfig.__dataclass_fields__
+    given = {key: value for key, value in context.params.items() if key in fields}
+    return ServerConfig.from_options(**{k: v for k, v in given.items() if v is not None})
 
 
 def seconds(pod: dict[str, Any], flag: str) -> float:
@@ -54,16 +70,8 @@ def seconds(pod: dict[str, Any], flag: str) -> float:
 
 def test_the_server_takes_the_manifests_flags(pod: dict[str, Any]) -> None:
     (container,) = pod["containers"]
-    name, *arguments = container["args"]
-    arguments = [each.replace("=@", "=") for each in arguments]  # keys, in place of their files
-    command = get_command(command_line(["serve"])).commands[name]  # type: ignore[attr-defined]
-    context = command.make_context(name, arguments)
-    given = {
-        key: value
-        for key, value in context.params.items()
-        if key in ServerConfig.__dataclass_fields__ and value is not None
-    }
-    config = ServerConfig.from_options(**given)
+    # Keys in place of their files.
+    config = served([each.replace("=@", "=") for each in container["args"]])
     assert config.host == "0.0.0.0"
     assert config.api_key
     assert config.port == container["ports"][0]["containerPort"]
@@ -127,6 +135,72 @@ def test_alerts_fire_when_they_should() -> None:
 
 
 @pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="no promtool here (Debian: prometheus)"
+)
+def test_prometheus_takes_the_scrape(tmp_path: Path) -> None:
+    for each in (SCRAPE, ALERTS):
+        shutil.copy(each, tmp_path)
+    (tmp_path / "metrics-key.txt").write_text("key")
+    command = ["promtool", "check", "config", SCRAPE.name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_scrape_asks_for_a_path_that_the_server_has() -> None:
+    (job,) = yaml.safe_load(SCRAPE.read_text("utf-8"))["scrape_configs"]
+    assert job["metrics_path"] == "/metrics"
+    assert job["authorization"]["credentials_file"]
+
+
+def test_the_server_takes_the_flags_of_compose_and_has_time_to_stop() -> None:
+    service = yaml.safe_load(COMPOSE.read_text("utf-8"))["services"]["quire"]
+    config = served(service["command"])
+    assert config.host == "0.0.0.0"
+    assert float(service["stop_grace_period"].removesuffix("s")) > config.shutdown_timeout
+    dockerfile = DEPLOY.parent / service["build"]["dockerfile"]
+    assert (COMPOSE.parent / service["build"]["context"]).resolve() == DEPLOY.parent
+    assert "ARG PIP_EXTRA_INDEX_URL=" in dockerfile.read_text("utf-8")
+    kept = [each.partition(":")[2] for each in service["volumes"]]
+    assert f"VOLUME {kept[0]}" in dockerfile.read_text("utf-8")
+
+
+@pytest.mark.skipif(
+    not python_of("compose").exists(), reason="python tests/clients/environments.py compose"
+)
+def test_compose_takes_the_file() -> None:
+    check = python_of("compose").with_name("check-jsonschema")
+    command = [str(check), "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def unit() -> dict[str, str]:
+    """Return the settings of the service, the last of each name."""
+    lines = SERVICE.read_text("utf-8").splitlines()
+    return dict(each.split("=", 1) for each in lines if "=" in each and each[0] not in "#[")
+
+
+def test_the_server_takes_the_flags_of_the_unit_and_has_time_to_stop() -> None:
+    settings = unit()
+    command, *arguments = settings["ExecStart"].replace("%C", "/var/cache").split()
+    assert Path(command).name == "quire"
+    config = served(arguments)
+    assert float(settings["TimeoutStopSec"]) > config.shutdown_timeout
+    assert "MemoryDenyWriteExecute" not in settings  # kernels are compiled on the spot
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    started = unit()["ExecStart"].split()[0]
+    copy = tmp_path / SERVICE.name
+    copy.write_text(SERVICE.read_text("utf-8").replace(started, sys.executable))
+    command = ["systemd-analyze", "verify", str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert SERVICE.name not in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(
     not python_of("kubernetes").exists(), reason="python tests/clients/environments.py kubernetes"
 )
 @pytest.mark.parametrize("version", ["1.29", "1.34"])
@@ -153,4 +227,5 @@ def test_the_image_has_what_the_package_needs() -> None:
     (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.MULTILINE)
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text("utf-8"))["project"]
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
-    assert project["readme"] in text
+    assert "README.md" in text
+    assert "-c /src/constraints.txt" in text

@@ -71,7 +71,7 @@ MAY_IMPORT = {
     " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat"
     " engine.event_format",
     "fleet": "errors units config spec kv tiers sampling_params engine.sequence engine server"
-    " engine.event_format fleet.key_table fleet.prefix_directory fleet.placement",
+    " engine.event_format engine.transfer fleet.key_table fleet.prefix_directory fleet.placement",
     "http": "errors",
     "bench": "errors units traces kv sampling_params engine.step_plan engine.scheduling engine"
     " http planner",
@@ -79,6 +79,7 @@ MAY_IMPORT = {
     "cli": "errors units traces config spec memory kv tiers models sampling_params engine.sequence"
     " engine planner server figures compare bench http engine.kv_sizing devices fleet"
     " fleet.prefix_directory",
+    "__main__": "cli",
 }
 
 # Who may import a package that is not ours; a package that is not listed may be imported anywhere.

@@ -186,7 +186,7 @@ def really(loaded: Any, workload: Workload, costs: FittedCosts, clock: Clock) ->
     llm = LLM(loaded, gauge=Plenty(), kv_cache_memory_bytes=capacity_bytes, **options)
     with llm:
         scheduler = llm.engine.scheduler
-        fleet = _fleet_of(llm, scheduler)
+        fleet = fleet_of(llm, scheduler)
         plans, steps, seconds, offset = list[StepPlan](), list[Step](), 0.0, 0
         llm.engine.watch = plans.append
 
@@ -228,7 +228,7 @@ def _counts(counted: Statistics) -> dict[str, int]:
     }
 
 
-def _fleet_of(llm: LLM, scheduler: Scheduler) -> Fleet:
+def fleet_of(llm: LLM, scheduler: Scheduler) -> Fleet:
     config = llm.config
     return Fleet(
         spec=llm.spec,

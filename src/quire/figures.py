@@ -175,7 +175,7 @@ class Plot:
 _WIDTH, _HEIGHT = 860, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 86, 172, 64, 52
 # Colors that color-blind readers can tell apart, in this order (Okabe and Ito).
-_COLORS = ("#d55e00", "#e69f00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9")
+COLORS = ("#d55e00", "#e69f00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,7 @@ def line_chart(
     plot.x_axis(indexes, [f"{index:,}" for index in indexes], x_label)
     tops = [plot.y(max(line.values, default=0)) for line in lines]
     labels = spread(tops, 17, _HEIGHT - _BOTTOM)
-    color = iter(_COLORS * (1 + len(lines) // len(_COLORS)))
+    color = iter(COLORS * (1 + len(lines) // len(COLORS)))
     for line, label_y in zip(lines, labels, strict=True):
         paint = "currentColor" if line.filled else next(color)
         points = list(enumerate(line.values))
@@ -220,11 +220,21 @@ def line_chart(
         else:
             plot.line(points, paint)
         plot.text(_WIDTH - _RIGHT + 10, label_y + 4, line.label, color=paint)
-    return "\n".join([_head(title, subtitle), *plot.parts, "</svg>\n"])
+    return svg_file(plot, title=title, subtitle=subtitle)
 
 
-def _head(title: str, subtitle: str) -> str:
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"
+def svg_file(plot: Plot, *, title: str, subtitle: str) -> str:
+    """Return a plot as an SVG file with two lines of text above it, light and dark.
+
+    The lines take 50 units from the top. Texts of the kind "tick" and paths of the class "grid" are
+    pale, and ``currentColor`` is that of text.
+    """
+    head = _head(title, subtitle, plot.width, plot.height)
+    return "\n".join([head, *plot.parts, "</svg>\n"])
+
+
+def _head(title: str, subtitle: str, width: float, height: float) -> str:
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img"
  font-family="system-ui, sans-serif" font-size="13">
 <title>{escape(title)}. {escape(subtitle)}</title>
 <style>

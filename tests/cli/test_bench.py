@@ -130,6 +130,34 @@ def test_a_server_is_asked_the_same_and_measured_alike(
         assert sorted(body["prompt"] for _, body in behaviour.asked) == sorted(prompts[1:])
 
 
+def test_several_servers_get_the_same_in_turns_and_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    result = tmp_path / "result.json"
+    with serving() as (one, first), serving() as (two, second):
+        flags = (*SMALL, "--url", one, "--url", two, "--num-warmups", "0")
+        found = bench(monkeypatch, capsys, *flags, "--rounds", "2", "--save-result", str(result))
+        asked = [[body["prompt"] for _, body in each.asked] for each in (first, second)]
+        assert quire(monkeypatch, "bench", *flags) == 0
+        table = capsys.readouterr().out.splitlines()
+    assert len(asked[0]) == 12
+    for begin in (0, 6):
+        own, other = (sorted(each[begin : begin + 6]) for each in asked)
+        assert own == other
+    assert not {*map(tuple, asked[0][:6])} & {*map(tuple, asked[0][6:])}
+    assert found == json.loads(result.read_text())
+    assert (found["urls"], found["num_rounds"], found["failed"]) == ([one, two], 2, [0, 0])
+    assert [[each["completed"] for each in own] for own in found["rounds"]] == [[6, 6], [6, 6]]
+    figure = found["figures"]["output_throughput"]
+    ratios = sorted(b["output_throughput"] / a["output_throughput"] for a, b in found["rounds"])
+    assert (figure["least_ratio"][1], figure["most_ratio"][1]) == pytest.approx(tuple(ratios))
+    assert figure["ratio"] == pytest.approx([1.0, sum(ratios) / 2])
+    assert table[:2] == [f"A  {one}", f"B  {two}"]
+    assert "medians of 3 rounds" in table[2]
+    assert table[4].split() == ["A", "B", "B", "/", "A"]
+    assert any(row.startswith("P99 TTFT (ms)") and "[" in row for row in table)
+
+
 def test_what_was_sent_is_a_trace_that_can_be_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +194,12 @@ def test_a_server_that_refuses_everything_is_one_clear_line(
         (("--url", "http://x", "--cache", "paged"), "--cache: --url measures a server, whose own"),
         (("--url", "http://x", "--header", "no"), "--header 'no' must have the form NAME: VALUE"),
         (("--header", "a: b"), "--header needs --url"),
+        (("--rounds", "2"), "--rounds needs several --url"),
+        (("--url", "http://x", "--url", "http://y", "--rounds", "0"), "--rounds 0 must be at"),
+        (
+            ("--url", "http://x", "--url", "http://y", "--save-detailed"),
+            "--save-detailed is of one server",
+        ),
         (("--num-prompts", "0"), "--num-prompts 0 must be at least 1"),
         (("--num-warmups", "-1"), "--num-warmups -1 must be at least 0"),
         (("--max-concurrency", "0"), "--max-concurrency 0 must be at least 1"),
@@ -231,7 +265,10 @@ def test_it_says_how_far_it_is_and_what_was_done_when_it_is_stopped(
             return own(body)
 
         monkeypatch.setattr(behaviour, "events", events)
+        # A shell has its background jobs ignore the signal.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         code = quire(monkeypatch, "bench", "--url", url, *flags, "--save-trace", str(sent))
+        signal.signal(signal.SIGINT, before)
         ended.set()
     captured = capsys.readouterr()
     assert code == 128 + signal.SIGINT

@@ -87,12 +87,59 @@ def test_a_folder_is_listed(cache: Cache, path: Path) -> None:
     code, out, _ = cache("ls", path)
     assert code == 0
     assert FINGERPRINT.namespace in out
-    assert "dtype bfloat16, model tiny [red]" in out
+    assert "dtype bfloat16, layers [1,2], model tiny [red]" in out
     code, out, _ = cache("ls", path, "--json")
     (found,) = json.loads(out)["namespaces"]
     assert found["description"] == {"model": "tiny [red]", "dtype": "bfloat16", "layers": [1, 2]}
     assert found["num_records"] == 2 * len(BLOCKS)
     assert found["newest_used_s"] <= time.time()
+
+
+def test_several_namespaces_are_told_by_what_differs(cache: Cache, path: Path) -> None:
+    """What is the same in all is said once; and what was used last comes first."""
+    config = {"model_type": "qwen3", "num_hidden_layers": 8, "hidden_size": 256}
+    common = {"config": config, "rank": 0, "quantization": None, "weights": f"files {'0f' * 32}"}
+    several = [
+        Fingerprint.of({**common, "block_size": 16, "code": {"torch": "2.12"}}),
+        Fingerprint.of({**common, "block_size": 32, "code": {"torch": "2.12"}}),
+        Fingerprint.of({**common, "block_size": 16, "code": {"torch": "2.13"}}),
+    ]
+    for age_s, own in enumerate(several):
+        tier = FileTier(path, own.namespace, size_bytes=1 << 24, reserve_bytes=0)
+        tier.describe(own.description.encode())
+        of = small_format(fingerprint=own.digest)
+        name, record = right_record(of, BLOCKS[0])
+        assert tier.store([name], [memoryview(record)], soon()) == 1
+        now_s = time.time() - 1000 * age_s
+        os.utime(path / own.namespace / name.hex()[:2] / name.hex(), (now_s, now_s))
+        tier.close()
+    code, out, _ = cache("ls", path)
+    assert code == 0
+    lines = out.splitlines()
+    assert any("in all  " in line and "qwen3 (layers 8, width 256)" in line for line in lines)
+    assert any(line.split()[:2] == ["all", "3"] for line in lines)
+    assert [line.split(maxsplit=1) for line in lines[-3:]] == [
+        [several[0].namespace, "block_size 16, code.torch 2.12"],
+        [several[1].namespace, "block_size 32"],
+        [several[2].namespace, "block_size 16, code.torch 2.13"],
+    ], "those that would read alike are told with what is within fields"
+    code, out, _ = cache("check", path)
+    assert [f"{each.namespace}  1 whole record" in out for each in several] == [True] * 3
+
+
+def test_looking_at_records_is_no_use_of_them(cache: Cache, path: Path, tmp_path: Path) -> None:
+    """What is to go first, and what is too old, stays as it was."""
+    names = fill(path)
+
+    def times() -> list[tuple[str, float, bool]]:
+        several = list_records(path, FINGERPRINT.namespace)
+        return sorted((each.name, each.used_s, each.was_used) for each in several)
+
+    before = times()
+    assert not any(was_used for _, _, was_used in before)
+    assert cache("check", path)[0] == 0
+    assert cache("export", path, names[2], tmp_path / "out.safetensors")[0] == 0
+    assert times() == before
 
 
 def test_a_folder_that_is_not_there_is_said(cache: Cache, path: Path) -> None:
@@ -263,7 +310,7 @@ def test_what_cannot_be_exported_is_said(cache: Cache, path: Path, tmp_path: Pat
 def test_what_a_folder_says_of_itself_does_not_steer_a_terminal(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = {"weights": "\x1b]0;mine\x07\x1b[2Jw\nnone", "dtype": "\x9b31m", "name\x1b[": "x" * 5000}
+    said = {"weights": "\x1b]0;m\x1b[2J\nnone", "dtype": "\x9b31m\x7f", "name\x1b[": "x" * 5000}
     planted = Fingerprint.of(said)
     tier = FileTier(path, planted.namespace, size_bytes=1 << 24, reserve_bytes=0)
     tier.describe(planted.description.encode())
@@ -272,5 +319,6 @@ def test_what_a_folder_says_of_itself_does_not_steer_a_terminal(
     assert code == 0
     assert all(each.isprintable() for each in out.replace("\n", ""))
     (line,) = (line for line in out.splitlines() if line.startswith(planted.namespace + "  d"))
-    assert "weights ?]0;mine??[2Jw?none" in line
+    assert r"dtype \u009b31m\u007f" in line
+    assert r"weights \u001b]0;m\u001b[2J\nnone" in line
     assert len(line) < 300

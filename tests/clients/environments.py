@@ -30,6 +30,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "pydantic-ai": ("pydantic-ai-slim[openai,anthropic]==2.68.0",),
         "openai-agents": ("openai-agents==0.24.0",),
         "kubernetes": ("kubernetes-validate==1.37.0",),  # the schemas of its manifests
+        "compose": ("check-jsonschema==0.38.1",),  # the schema of compose files
         "vllm-router": ("vllm-router==0.1.17",),
     }
 )

@@ -26,7 +26,7 @@ def test_what_vllm_calls_offloading_is_tiers() -> None:
     given = {**VLLMS, "kv_connector_extra_config": extra}
     config = EngineConfig.from_options(kv_transfer_config=json.dumps(given))
     assert [str(each) for each in config.tiers] == ["memory:", "file:/var/cache/with%20space"]
-    assert tier_bytes(config, []) == 2**30 + staging_bytes([], 16, 512)
+    assert tier_bytes(config, [], 4096) == 2**30 + staging_bytes([], 16, 512)
     assert not config.kv_transfer_config.is_own
     with pytest.raises(ConfigError, match="kv_offloading_size"):
         EngineConfig(kv_transfer_config=given, kv_offloading_size=2**30)
@@ -34,9 +34,9 @@ def test_what_vllm_calls_offloading_is_tiers() -> None:
 
 def test_memory_for_leases_is_counted() -> None:
     config = EngineConfig(kv_transfer_config=own(listen="unix:/run/peer", size="2GiB"))
-    assert tier_bytes(config, []) == 2**31 + staging_bytes([], 16, 512)
+    assert tier_bytes(config, [], 4096) == 2**31 + staging_bytes([], 16, 512)
     config = EngineConfig(kv_transfer_config=own("kv_consumer", peers=["unix:/run/peer"]))
-    assert tier_bytes(config, []) == staging_bytes([], 16, 512)
+    assert tier_bytes(config, [], 4096) == staging_bytes([], 16, 512)
 
 
 def test_roles() -> None:

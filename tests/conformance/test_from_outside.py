@@ -17,13 +17,13 @@ import torch
 
 import quire
 from conformance import named
+from documents import blocks
 from quire import LLM, SamplingParams
 from quire.attention import BACKENDS
 from quire.errors import ConfigError
 from quire.kv import EVICTION_POLICIES, STRATEGIES, Strategy, range_storage
 from quire.memory import PROVIDERS, HostMemory
 from quire.plugins import Registry
-from test_house import blocks
 from tiny import tiny_model, tokens
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,8 @@ for line in sys.stdin:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     for module, guide in GUIDES.items():
-        ((_, code, _),) = blocks(ROOT / f"docs/guides/{guide}.md")
+        (block,) = blocks(ROOT / f"docs/guides/{guide}.md", "python")
+        code = block.code
         assert len(code.splitlines()) <= 80, f"{guide}: an example is read at a glance"
         (folder / f"{module}.py").write_text(code)
     for module, (right, passage, error) in WRONG.items():

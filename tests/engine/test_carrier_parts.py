@@ -1,7 +1,11 @@
 """What blocks travel through, part by part: staging memory, a thread of calls, a loader."""
 
+import random
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +21,14 @@ from quire.engine.offloading.staging import Staging
 from quire.engine.offloading.storing import OutgoingBlock, RecordStorer
 from quire.engine.scheduling.block_carrier import LoadJob
 from quire.engine.sequence import RemoteBlocks
-from quire.kv.prefix_index import BlockIdentity, PrefixKeys
+from quire.kv.prefix_index import BlockIdentity, BlockStored, PrefixKeys
 from quire.spec import FullAttention, Group
-from quire.tiers import Deadline
+from quire.tiers import Deadline, TierError
 from quire.tiers.files import FileTier
 from quire.tiers.guard import GuardedTier
-from quire.tiers.host_memory import HostMemoryTier
+from quire.tiers.host_memory import HostMemoryTier, piece_bytes
 from quire.tiers.record import KeyedSeal, RecordFormat
+from quire.units import align_up
 from tiers.records import BLOCK_SIZE, chain_of_blocks, right_record, small_format
 
 PLAIN = small_format()
@@ -35,8 +40,10 @@ def soon() -> Deadline:
     return Deadline.after(10)
 
 
-def tier_of(form: RecordFormat, *, is_sealed: bool = False) -> GuardedTier:
-    own = HostMemoryTier(64 * form.num_bytes, form.num_bytes)
+def tier_of(form: RecordFormat, *, is_sealed: bool = False, num_records: int = 64) -> GuardedTier:
+    own = HostMemoryTier(
+        num_records * align_up(form.num_bytes, piece_bytes(form.num_bytes)), form.num_bytes
+    )
     return GuardedTier("attic:", own, [form], is_sealed=is_sealed)
 
 
@@ -68,7 +75,7 @@ class Loading:
             [self.tier],
             self.staging,
             transfer=None,
-            forgetting=Forgetting([self.tier], None, events, threading.Event()),
+            forgetting=Forgetting([self.tier], None, events),
             events=events,
         )
 
@@ -194,6 +201,32 @@ def test_a_bad_record_ends_a_run_and_is_to_be_stored_again() -> None:
     assert own.staging.free_bytes == own.staging.capacity_bytes - 2 * PLAIN.num_bytes
 
 
+def test_what_there_was_no_time_to_find_is_not_said_to_be_lacking() -> None:
+    """It would be stored again for nothing."""
+    own = Loading()
+    own.loader.load(job := own.job(), Deadline.after(0.0))
+    assert (job.end, job.lacking) == (0, [])
+    own.tier.drop([right_record(PLAIN, own.blocks[0])[0]], soon())
+    own.load(job := own.job())
+    assert (job.end, job.lacking) == (0, own.blocks)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_run_goes_from_tier_to_tier(first: int) -> None:
+    """Each block from the nearest that has it, however they lie."""
+    tiers, blocks = [tier_of(PLAIN), tier_of(PLAIN)], chain_of_blocks(6)
+    for number, block in enumerate(blocks):
+        name, record = right_record(PLAIN, block)
+        assert tiers[(number + first) % 2].store([name], [memoryview(record)], soon()) == 1
+    own = Loading()
+    own.blocks = blocks
+    own.loader._tiers = tuple(tiers)
+    own.load(job := own.job())
+    assert job.end == 6
+    found = [payloads_of(job)[0, column].tier for column in range(6)]
+    assert found == [tiers[(number + first) % 2] for number in range(6)]
+
+
 def test_a_prompt_larger_than_staging_memory_is_brought_in_part() -> None:
     own = Loading(20)
     own.load(job := own.job())
@@ -213,6 +246,14 @@ def outgoing(
     return OutgoingBlock(0, block, buffer, tiers), payload
 
 
+def storer_of(
+    tiers: Sequence[GuardedTier], staging: Staging, events: CopyEvents | None = None
+) -> RecordStorer:
+    events = events or CopyEvents(())
+    forgetting = Forgetting(tiers, None, events)
+    return RecordStorer(tiers, staging, transfer=None, forgetting=forgetting, events=events)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_each_tier_gets_records_of_its_own_format(order: tuple[int, int]) -> None:
     """One whose records are sealed gets no plain one, and a plain one no ciphertext."""
@@ -222,7 +263,7 @@ def test_each_tier_gets_records_of_its_own_format(order: tuple[int, int]) -> Non
     staging = Staging(8 * SEALED.num_bytes, [max(PLAIN.num_bytes, SEALED.num_bytes)])
     block = chain_of_blocks(1)[0]
     block_out, payload = outgoing(staging, block, tiers)
-    storer = RecordStorer(tiers, staging, transfer=None, events=CopyEvents(()))
+    storer = storer_of(tiers, staging)
     storer.store([block_out])
     assert staging.free_bytes == staging.capacity_bytes
     for tier in tiers:
@@ -238,7 +279,7 @@ def test_each_tier_gets_records_of_its_own_format(order: tuple[int, int]) -> Non
 def test_nothing_is_stored_when_time_is_over_and_its_memory_is_given_back() -> None:
     tier = tier_of(PLAIN)
     staging = Staging(8 * PLAIN.num_bytes, [PLAIN.num_bytes])
-    storer = RecordStorer([tier], staging, transfer=None, events=CopyEvents(()))
+    storer = storer_of([tier], staging)
     storer.stop_s = 0.0
     storer.store([outgoing(staging, chain_of_blocks(1)[0], [tier])[0]])
     assert tier.usage().num_records == 0
@@ -248,12 +289,22 @@ def test_nothing_is_stored_when_time_is_over_and_its_memory_is_given_back() -> N
 # -- forgetting ------------------------------------------------------------------------------------
 
 
-def forgetting_of(
-    tier: GuardedTier, closing: threading.Event | None = None
-) -> tuple[Forgetting, Callable[[], int], list[BlockIdentity]]:
+def forgetting_of(tier: GuardedTier) -> tuple[Forgetting, Callable[[], int], list[BlockIdentity]]:
     blocks = chain_of_blocks(3)
-    own = Forgetting([tier], None, CopyEvents(()), closing or threading.Event())
-    return own, lambda: own.num_kept(blocks), blocks
+    own = Forgetting([tier], None, CopyEvents(()))
+    return own, lambda: own.num_kept(tier, blocks), blocks
+
+
+def refusing(tier: GuardedTier, *errors: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a tier refuse to forget, so many times."""
+    real, refusals = tier._tier.drop, iter(errors)
+
+    def drop(*several: Any) -> None:
+        for error in refusals:
+            raise error
+        real(*several)
+
+    monkeypatch.setattr(tier._tier, "drop", drop)
 
 
 def test_a_block_is_found_again_once_all_that_dropped_it_are_done() -> None:
@@ -267,25 +318,133 @@ def test_a_block_is_found_again_once_all_that_dropped_it_are_done() -> None:
     assert num_kept() == 3
 
 
-def test_a_tier_that_refuses_to_forget_is_asked_until_it_has(
+def test_a_tier_that_refuses_to_forget_is_asked_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quire.engine.offloading.forgetting._DROP_AGAIN_S", 0.001)
+    """Less and less often, and it may be loaded from and stored to meanwhile, but for these."""
     own, num_kept, blocks = forgetting_of(tier := tier_of(PLAIN))
     name, record = right_record(PLAIN, blocks[0])
     tier.store([name], [memoryview(record)], soon())
-    real, refusals = tier._tier.drop, iter([OSError("away"), OSError("still away")])
-
-    def drop(*several: Any) -> None:
-        for error in refusals:
-            raise error
-        real(*several)
-
-    monkeypatch.setattr(tier._tier, "drop", drop)
+    refusing(tier, OSError("away"), OSError("still away"), monkeypatch=monkeypatch)
     own.begin_drop(blocks[:1])
     own.drop(blocks[:1])
+    assert (num_kept(), own.is_kept(tier, blocks[0])) == (0, False)
+    assert own.again_s == 1.0
+    assert (tier.may_load, tier.may_store, tier.state) == (True, True, "ok")
+    own.drop_again()
+    assert tier.counted().num_errors == {"drop": 1}, "it was to be left alone"
+    monkeypatch.setattr(tier._drops, "_open_until_s", 0.0)
+    own.drop_again()
+    assert own.again_s is not None
+    assert 1.0 < own.again_s <= 2.0
+    monkeypatch.setattr(tier._drops, "_open_until_s", 0.0)
+    own.begin_drop(blocks[1:2])
+    own.drop(blocks[1:2])  # which waits for the first one: they go together
+    assert num_kept() == 0
+    own.drop_again()
+    assert (own.again_s, tier.find([name], soon()), num_kept()) == (None, 0, 3)
     assert tier.counted().num_errors == {"drop": 2}
-    assert (tier.find([name], soon()), num_kept()) == (0, 3)
+
+
+def test_a_tier_that_never_forgets_is_not_loaded_from(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it was to forget is remembered, up to a number."""
+    monkeypatch.setattr("quire.engine.offloading.forgetting._MOST_REFUSED", 4)
+    own, num_kept, blocks = forgetting_of(tier := tier_of(PLAIN))
+    refusing(tier, *[OSError("no right to")] * 9, monkeypatch=monkeypatch)
+    for _ in range(2):
+        own.begin_drop(blocks)
+        own.drop(blocks)
+    assert (tier.state, own.again_s, num_kept()) == ("suspect", None, 3)
+    assert "it was to forget 6 blocks, and has not" in caplog.text
+
+
+def test_what_a_tier_still_has_at_the_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it outlives the process. It is asked once more, also if it was to be left alone."""
+    folder = FileTier(tmp_path, "0" * 16, size_bytes=2**24, reserve_bytes=0)
+    for tier, num_refusals in (
+        (GuardedTier("file:", folder, [PLAIN]), 1),
+        (GuardedTier("file:", folder, [PLAIN]), 2),
+        (tier_of(PLAIN), 2),
+    ):
+        own, _, blocks = forgetting_of(tier)
+        with monkeypatch.context() as patch:
+            refusing(tier, *[OSError("away")] * num_refusals, monkeypatch=patch)
+            own.begin_drop(blocks)
+            own.drop(blocks)
+            own.end()
+        lasts = tier.traits.outlives_process
+        assert tier.counted().num_errors["drop"] == (num_refusals if lasts else 1)
+        said = "may still have records of 3 blocks" in caplog.text
+        assert said is (lasts and num_refusals == 2)
+        caplog.clear()
+    folder.close()
+
+
+def test_a_tier_that_refuses_to_forget_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And is given no record of what it was to forget: an old one may still be there."""
+    bad, good = tier_of(PLAIN), tier_of(PLAIN)
+    refusing(bad, *[OSError("away")] * 99, monkeypatch=monkeypatch)
+    carrier, (first, second) = carrier_of(bad, good), chain_of_blocks(2)
+    carrier.start()
+    carrier.drop([first])
+    for block in (first, second):
+        assert carrier.copy_out(0, 0, block)
+    carrier.send()
+    carrier.wait_until_stored(10)
+    assert (bad.counted().num_stored, good.counted().num_stored) == (1, 2)
+    assert bad.counted().num_errors["drop"] == 1
+    carrier.close()
+
+
+def test_a_tier_that_refuses_to_forget_is_asked_again_by_its_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.engine.offloading.forgetting._DROP_AGAIN_S", 0.001)
+    monkeypatch.setattr("quire.tiers.guard._LONGEST_BREAK_S", 0.001)
+    tier, blocks = tier_of(PLAIN), chain_of_blocks(3)
+    refusing(tier, *[OSError("away")] * 3, monkeypatch=monkeypatch)
+    carrier = carrier_of(tier)
+    carrier.start()
+    carrier.drop(blocks[:1])
+    carrier.drop(blocks[1:])
+    stop_s = time.monotonic() + 10
+    while carrier._forgetting.num_kept(tier, blocks) < 3 and time.monotonic() < stop_s:
+        time.sleep(0.001)
+    assert carrier._forgetting.num_kept(tier, blocks) == 3
+    assert tier.counted().num_errors["drop"] == 3
+    carrier.close()
+
+
+def test_a_clear_leaves_time_for_each_tier_and_ends_what_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bad, good = tier_of(PLAIN), tier_of(PLAIN)
+    given = list[float]()
+
+    def hang(deadline: Deadline) -> None:
+        given.append(deadline.left_s)
+        raise TierError("away")
+
+    own = Forgetting([bad, good], None, CopyEvents(()))
+    blocks = chain_of_blocks(3)
+    refusing(good, OSError("away"), monkeypatch=monkeypatch)
+    own.begin_drop(blocks)
+    own.drop(blocks)
+    monkeypatch.setattr(bad._tier, "clear", hang)
+    own.begin_clear()
+    own.clear(done := Future())
+    assert done.result(0) == {"attic:": "away"}
+    assert 29 < given[0] <= 30
+    assert (own.num_kept(good, blocks), own.again_s) == (3, None)
+
+
+# -- events ----------------------------------------------------------------------------------------
 
 
 def test_an_event_tells_what_a_tier_has_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,26 +452,207 @@ def test_an_event_tells_what_a_tier_has_kept_and_no_more(monkeypatch: pytest.Mon
     staging, events = Staging(8 * PLAIN.num_bytes, [PLAIN.num_bytes]), CopyEvents([tier])
     blocks = chain_of_blocks(2)
     monkeypatch.setattr(tier._tier, "store", lambda *_: 1)
-    storer = RecordStorer([tier], staging, transfer=None, events=events)
+    storer = storer_of([tier], staging, events)
     storer.store([outgoing(staging, block, [tier])[0] for block in blocks])
     assert events.take() == [blocks[0].stored(0, "CPU")]
     assert events.take() == []
 
 
+@pytest.fixture
+def quick_turns() -> Iterator[None]:
+    """Threads take turns all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Told:
+    """A tier's events, and one block whose copy comes and goes."""
+
+    def __init__(self, tier: GuardedTier | None = None) -> None:
+        self.tier = tier or tier_of(PLAIN)
+        self.events, self.blocks = CopyEvents([self.tier]), chain_of_blocks(4)
+        self.block = self.blocks[0]
+        self.stored, self.removed = self.block.stored(0, "CPU"), self.block.removed(0, "CPU")
+
+    def copy(self, block: BlockIdentity | None = None) -> tuple[bytes, int, BlockIdentity]:
+        block = block or self.block
+        return PLAIN.name(PLAIN.header(block)), 0, block
+
+    def keep(self) -> None:
+        with self.events.keeping(self.tier) as call:
+            self.events.note_kept(call, [self.copy()])
+
+    def lose(self) -> None:
+        with self.events.losing(self.tier, [self.copy()]):
+            pass
+
+
 def test_while_tiers_are_cleared_no_copy_is_told() -> None:
-    tier = tier_of(PLAIN)
-    events, (block,) = CopyEvents([tier]), chain_of_blocks(1)
-    kept, lost = [(bytes(32), 0, block)], [(0, block)]
-    events.begin_clearing()
-    events.begin_clearing()
-    events.end_clearing()
-    events.note_kept(tier, kept)
-    events.note_lost(tier, lost)
-    assert events.take() == []
-    events.end_clearing()
-    events.note_kept(tier, kept)
-    events.note_lost(tier, lost)
-    assert events.take() == [block.stored(0, "CPU"), block.removed(0, "CPU")]
+    own = Told()
+    own.keep()
+    own.events.begin_clearing()
+    own.events.begin_clearing()
+    assert own.events.take() == [], "what was told before is over"
+    own.events.end_clearing()
+    own.keep()
+    own.lose()
+    assert own.events.take() == []
+    own.events.end_clearing()
+    own.keep()
+    own.lose()
+    assert own.events.take() == [own.stored, own.removed]
+
+
+@pytest.mark.parametrize("begins", ["before", "meanwhile"])
+def test_what_a_call_has_kept_is_not_told_behind_a_clearing(begins: str) -> None:
+    own = Told()
+    if begins == "meanwhile":
+        own.events.begin_clearing()
+    with own.events.keeping(own.tier) as call:
+        if begins == "before":
+            own.events.begin_clearing()
+        own.events.end_clearing()
+        own.events.note_kept(call, [own.copy()])
+    assert own.events.take() == []
+    own.keep()
+    assert own.events.take() == [own.stored]
+
+
+@pytest.mark.parametrize("order", ["lost while it is kept", "kept while it is lost"])
+def test_a_copy_that_is_kept_and_lost_at_once_is_told_to_be_lost(order: str) -> None:
+    """And the next one is told again."""
+    own = Told()
+    if order == "lost while it is kept":
+        with own.events.keeping(own.tier) as call:
+            own.lose()
+            own.events.note_kept(call, [own.copy(), own.copy(own.blocks[1])])
+    else:
+        with (
+            own.events.losing(own.tier, [own.copy()]),
+            own.events.keeping(own.tier) as call,
+        ):
+            own.events.note_kept(call, [own.copy(), own.copy(own.blocks[1])])
+    assert own.events.take() == [own.removed, own.blocks[1].stored(0, "CPU")]
+    own.keep()
+    assert own.events.take() == [own.stored]
+
+
+def test_a_copy_that_is_evicted_while_it_is_loaded_is_told_to_be_lost() -> None:
+    """Whichever of the two calls tells it."""
+    for teller in ("store", "load"):
+        own = Told(tier_of(PLAIN, num_records=2))
+        several = [right_record(PLAIN, block) for block in own.blocks]
+        views = [memoryview(record) for _, record in several]
+
+        def store(*which: int, own: Told = own, several: Any = several, views: Any = views) -> None:
+            names = [several[at][0] for at in which]
+            with own.events.keeping(own.tier) as call:
+                assert own.tier.store(names, [views[at] for at in which], soon()) == len(which)
+                kept = [(several[at][0], 0, own.blocks[at]) for at in which]
+                own.events.note_kept(call, kept)
+
+        store(0, 1)
+        with own.events.keeping(own.tier) as load:
+            assert own.tier.load([several[0][0]], [memoryview(bytearray(views[0]))], soon()) == 1
+            if teller == "store":
+                store(2, 3)
+            else:
+                assert own.tier.store([several[n][0] for n in (2, 3)], views[2:], soon()) == 2
+            own.events.note_kept(load, [own.copy()])
+        told = [event for event in own.events.take() if event.block_hash == own.block.chain]
+        assert told == [own.stored, own.removed]
+
+
+def test_no_copy_is_told_that_is_not_there_whatever_two_threads_do(quick_turns: None) -> None:
+    """One loads, and finds some records bad; the other one stores, and drops some."""
+    own = Told(tier_of(PLAIN, num_records=6))
+    blocks = chain_of_blocks(24)
+    records = [right_record(PLAIN, block) for block in blocks]
+    copies = [(name, 0, block) for (name, _), block in zip(records, blocks, strict=True)]
+    by_hash = {block.chain: name for block, (name, _) in zip(blocks, records, strict=True)}
+    told, num_told, num_there = set[bytes](), 0, 0
+
+    def move(call: Callable[..., int], seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(4):
+            first = draw.randrange(len(blocks) - 3)
+            several = range(first, first + draw.randint(1, 3))
+            if draw.random() < 0.15:
+                with own.events.losing(own.tier, [copies[n] for n in several]):
+                    own.tier.drop([records[n][0] for n in several], soon())
+                continue
+            views = [memoryview(bytearray(records[n][1])) for n in several]
+            with own.events.keeping(own.tier) as under_way:
+                count = call([records[n][0] for n in several], views, soon())
+                own.events.note_kept(under_way, [copies[n] for n in several[:count]])
+
+    for seed in range(150):
+        threads = [
+            threading.Thread(target=move, args=(call, 2 * seed + number))
+            for number, call in enumerate((own.tier.load, own.tier.store))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        with own.events.keeping(own.tier):
+            pass  # what was evicted last is taken
+        for event in own.events.take():
+            name = by_hash[event.block_hash]
+            told.add(name) if isinstance(event, BlockStored) else told.discard(name)
+        there = {name for name, _ in records if own.tier.find([name], soon())}
+        assert told <= there
+        num_told, num_there = num_told + len(told), num_there + len(there)
+    assert num_told > num_there // 2, "hardly anything is told"
+
+
+def test_no_step_waits_for_a_tier_to_tell_what_it_has_evicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tier of another package may ask another machine."""
+    own, asked, go_on = Told(), threading.Event(), threading.Event()
+    own.keep()
+
+    def hang() -> list[bytes]:
+        asked.set()
+        assert go_on.wait(20)
+        return []
+
+    monkeypatch.setattr(own.tier._tier, "take_evicted", hang)
+    with running() as thread:
+        thread.put(own.keep)
+        assert asked.wait(10)
+        events = list[Any]()
+        reader = threading.Thread(target=lambda: events.extend(own.events.take()))
+        reader.start()
+        reader.join(10)
+        assert not reader.is_alive()
+        go_on.set()
+    assert events == [own.stored]
+
+
+def test_a_bad_record_is_told_to_be_lost_before_another_one_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store that comes between the drop and its end is not followed by "lost"."""
+    own, loading = Told(), Loading()
+    own.tier = loading.tier
+    own.events = loading.loader._events = CopyEvents([loading.tier])
+    own.block, (name, record) = loading.blocks[0], right_record(PLAIN, loading.blocks[0])
+    real = loading.tier._tier.drop
+
+    def drop(*several: Any) -> None:
+        real(*several)
+        loading.tier.store([name], [memoryview(record)], soon())
+
+    monkeypatch.setattr(loading.tier._tier, "drop", drop)
+    monkeypatch.setattr(RecordFormat, "flaw", lambda *_: "checksum")
+    loading.load(loading.job())
+    own.keep()
+    told = own.events.take()
+    assert told == [own.block.removed(0, "CPU"), own.block.stored(0, "CPU")]
 
 
 # -- a carrier -------------------------------------------------------------------------------------
@@ -328,11 +668,11 @@ class Copies:
         """Nothing is held."""
 
 
-def carrier_of(tier: GuardedTier, **options: Any) -> ThreadedCarrier:
+def carrier_of(*tiers: GuardedTier, **options: Any) -> ThreadedCarrier:
     """A carrier without threads: ``work`` does what they would."""
     staging = Staging(4 * PLAIN.num_bytes, [PLAIN.num_bytes])
     copies: Any = Copies()
-    return ThreadedCarrier([GROUP], BLOCK_SIZE, copies, [tier], staging, **options)
+    return ThreadedCarrier([GROUP], BLOCK_SIZE, copies, tiers, staging, **options)
 
 
 def test_a_tier_is_not_asked_that_will_not_answer_nor_without_staging_memory() -> None:

@@ -29,6 +29,7 @@ from quire.engine.event_format import (
 )
 from quire.engine.event_publisher import EventPublisher
 from quire.errors import ConfigError
+from quire.fleet.replica import facts_of
 from quire.kv import PrefixKeys
 from quire.tiers.host_memory import HostMemoryTier
 
@@ -459,6 +460,30 @@ def test_a_router_knows_what_tiers_have(tmp_path: Any) -> None:
         assert llm.tiers.counts.hit_tokens > 0
         wait_until(lambda: places.read(llm) or bool(places.names.get("CPU")))
         assert places.names["CPU"] <= places.names["GPU"]
+
+
+@pytest.mark.parametrize("cache", ["paged", "virtual"])
+def test_a_message_has_the_tokens_of_its_blocks(cache: str) -> None:
+    """Also where a block has more than the option says, since it fills whole pages."""
+    options: dict[str, Any] = dict(cache=cache, kv_cache_dtype="int8_per_token_head")
+    with made(kv_events_config=HERE, **options) as llm:
+        texts(llm, (100,))
+        size = llm.accounting.index.block_size  # type: ignore[attr-defined]
+        assert (size > llm.config.block_size) is (cache == "virtual")
+        assert facts_of(llm).block_size == size
+        assert llm.kv_events is not None
+        wait_until(lambda: llm.kv_events.num_published == llm.kv_events._next_number > 0)
+        context = zmq.Context()
+        asker = context.socket(zmq.DEALER)
+        asker.rcvtimeo = PATIENCE_MS
+        asker.connect(llm.kv_events.replay_endpoint)
+        events = [event for batch in replay(asker, 0).values() for event in batch.events]
+        context.destroy(linger=0)
+        stored = [event for event in events if isinstance(event, StoredBlocks)]
+        assert stored
+        for event in stored:
+            assert event.block_size == size
+            assert len(event.token_ids) == size * len(event.block_hashes)
 
 
 def test_a_copy_that_was_damaged_is_told_to_be_gone() -> None:

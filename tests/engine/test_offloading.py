@@ -1,8 +1,10 @@
 """Blocks that leave the pool and come back: the same texts, whatever a tier does meanwhile."""
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from engine.test_llm import ids, model_of, prompts
 from kv.caches import sliding
 from models.test_recurrent import HYBRIDS
 from quire import LLM, SamplingParams
+from quire.engine.kv_sizing import tier_bytes
 from quire.engine.scheduling.block_carrier import columns_read
 from quire.engine.scheduling.offload_policy import OffloadPolicy
 from quire.errors import ConfigError, RequestError
@@ -604,3 +607,100 @@ def test_a_tier_that_cannot_forget_is_named(kept: Kept) -> None:
         failing.clear = own
         assert llm.reset_prefix_cache(reset_external=True)
         assert llm.tiers.tiers[0].state != "suspect"
+
+
+# -- begin and end ---------------------------------------------------------------------------------
+
+
+def test_without_a_second_thread_what_was_opened_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, start = list[str](), threading.Thread.start
+
+    def opened(address: TierAddress, record_bytes: int, namespace: str) -> Tier:
+        tier: Any = HostMemoryTier(2**24, record_bytes)
+        tier.close = lambda: closed.append(address.kind)
+        return tier
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "quire-tiers-store":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    said = pytest.raises(ConfigError, match=r"can't start new thread.*ulimit -u")
+    with kind("one", opened), kind("two", opened), said:
+        made(kv_tier=("one:", "two:"))
+    assert sorted(closed) == ["one", "two"]
+    assert not [each for each in threading.enumerate() if each.name == "quire-tiers-load"]
+
+
+def test_a_collector_in_a_thread_of_tiers_waits_for_no_lock_of_theirs(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An LLM that was not closed goes wherever a collector runs: here where its lock is held."""
+    monkeypatch.setattr("quire.engine.open_tiers.staging_bytes", lambda *_: 5 * 2**14)
+    llm = made(kv_tier=("kept:",))
+    carrier: Any = offload(llm)._carrier
+    go_on, is_over = threading.Event(), threading.Event()
+
+    def collect() -> None:
+        assert go_on.wait(20)
+        with carrier.staging._lock:
+            gc.collect()
+        is_over.set()
+
+    carrier._storing.put(collect)
+    texts(llm, LENGTHS[:1])
+    assert offload(llm).has_more, "there is nothing for which the lock would be taken"
+    cycle: list[Any] = [llm]
+    cycle.append(cycle)
+    gone = weakref.ref(llm)
+    del llm, cycle
+    go_on.set()
+    assert is_over.wait(20)
+    assert gone() is None
+    until(lambda: not carrier._storing._thread.is_alive())
+    (tier,) = kept.tiers.values()
+    assert (tier.usage().num_records or 0) >= LENGTHS[0] // 16
+
+
+@pytest.mark.parametrize("cache", ["paged", "virtual"])
+def test_memory_for_tiers_is_counted_as_it_is_taken(
+    cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a block has more tokens than the option says."""
+    monkeypatch.setattr("quire.engine.kv_sizing._LEAST_STAGING_BYTES", 0)
+    options: dict[str, Any] = dict(
+        kv_cache_dtype="int8_per_token_head", kv_offloading_size="1MiB", max_num_batched_tokens=16
+    )
+    with made(cache=cache, **options) as llm:
+        accounting, carrier = llm.accounting, cast(Any, offload(llm)._carrier)
+        assert isinstance(accounting, ExternalBlocks)
+        assert (accounting.index.block_size > llm.config.block_size) is (cache == "virtual")
+        counted = tier_bytes(llm.config, accounting.groups, llm._kv.memory.page_bytes)
+        assert counted == 2**20 + carrier.staging.capacity_bytes
+
+
+@pytest.mark.parametrize("name", ["gemma3", "falcon_h1"])
+def test_what_has_come_from_a_tier_is_not_stored_there_again(name: str, kept: Kept) -> None:
+    """In no group: neither of windows nor of states."""
+    model = random_model(HYBRIDS[name]()) if name in HYBRIDS else model_of(name)
+    with made(model, kv_tier=("kept:",)) as llm:
+        texts(llm)
+    (tier,) = cast(Any, kept.tiers.values())
+    load, store = tier.load, tier.store
+    loaded, stored = list[bytes](), list[bytes]()
+
+    def note_load(names: Any, into: Any, deadline: Deadline) -> int:
+        count: int = load(names, into, deadline)
+        loaded.extend(names[:count])
+        return count
+
+    def note_store(names: Any, records: Any, deadline: Deadline) -> int:
+        stored.extend(names)
+        return int(store(names, records, deadline))
+
+    tier.load, tier.store = note_load, note_store
+    with made(model, kv_tier=("kept:",)) as llm:
+        texts(llm)
+    assert len(loaded) > len(LENGTHS)
+    assert not {*loaded} & {*stored}

@@ -289,6 +289,7 @@ def test_a_peer_that_hangs_with_releases_is_left_alone(
 ) -> None:
     """A release that is out of time is a failure of the peer: the next ones do not wait for it."""
     monkeypatch.setattr("quire.engine.transfer._RELEASE_S", 0.05)
+    monkeypatch.setattr("quire.tiers.guard._PATIENCE_S", 0.05)
     with producer(where) as prefill, consumer(where) as decode:
         params, hold = left(prefill), threading.Event()
         answer = PeerServer._answer

@@ -1,9 +1,11 @@
 """Fleets in this process: replicas that can be lost, frozen and asked to lie, and their doors."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 from quire import AsyncLLM
@@ -12,7 +14,7 @@ from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
 from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.fleet_figures import FleetFigures, fleet_operation
-from quire.fleet.placement import LeastLoaded, Placed, Placement, RoundRobin
+from quire.fleet.placement import LeastLoaded, Load, Placed, Placement, RoundRobin
 from quire.fleet.replica import (
     LocalReplica,
     ReplicaFacts,
@@ -36,15 +38,18 @@ def engine(name: str) -> AsyncLLM:
 class BreakableReplica:
     """A replica over an engine that outlives it."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self.llm = name, engine(name)
+    def __init__(self, name: str, llm: AsyncLLM | None = None) -> None:
+        self._name, self.llm = name, llm or engine(name)
         self._inner = LocalReplica(name, self.llm)
         self.mode: Literal["works", "dead", "frozen"] = "works"
         self.num_pieces = 0
         self.dies_at: int | None = None  # at this piece, of all streams
         self.requests: list[Request] = []  # that it was sent
         self.aborted: list[str] = []
-        self.fact_changes: dict[str, Any] = {}
+        self.load_changes: dict[str, Any] = {}
+        self.piece_changes: dict[str, Any] = {}
+        self.freezes_at: int | None = None  # at this piece, of all streams
+        self.holds: asyncio.Event | None = None  # streams begin once it is set
 
     @property
     def name(self) -> str:
@@ -65,13 +70,17 @@ class BreakableReplica:
     ) -> AsyncGenerator[TextDelta, None]:
         self.requests.append(request)
         await self._live()
+        if self.holds is not None:
+            await self.holds.wait()
         async with aclosing(self._inner.generate(request, request_id=request_id)) as pieces:
             async for delta in pieces:
                 self.num_pieces += 1
                 if self.dies_at is not None and self.num_pieces >= self.dies_at:
                     self.mode = "dead"
+                if self.freezes_at is not None and self.num_pieces >= self.freezes_at:
+                    self.mode = "frozen"
                 await self._live()
-                yield delta
+                yield replace(delta, **self.piece_changes)
 
     async def abort(self, request_ids: Iterable[str] | None) -> None:
         await self._live()
@@ -81,10 +90,15 @@ class BreakableReplica:
 
     async def report(self) -> ReplicaReport:
         await self._live()
-        return await self._inner.report()
+        report = await self._inner.report()
+        return replace(report, load=replace(report.load, **self.load_changes))
 
     async def begin_drain(self) -> None:
         await self._inner.begin_drain()
+
+    def begin_anew(self) -> None:
+        """Take requests again."""
+        self._inner = LocalReplica(self._name, self.llm)
 
     async def close(self) -> None:
         """Leave the engine to the next test."""
@@ -97,10 +111,13 @@ class CountedPlacement:
         self._inner = inner
         self.open: dict[int, Placed] = {}
         self.forgotten: list[str] = []
+        self.sessions: list[str | None] = []
+        self.loads: dict[str, Load] = {}
 
     def place(self, token_ids: Any, keys: Any, candidates: Any, *, session: Any = None) -> Placed:
         choice = self._inner.place(token_ids, keys, candidates, session=session)
         self.open[choice.number] = choice
+        self.sessions.append(session)
         return choice
 
     def note_first_token(self, choice: Placed) -> None:
@@ -111,7 +128,8 @@ class CountedPlacement:
         del self.open[choice.number]
         self._inner.note_end(choice)
 
-    def report(self, replica: str, load: Any) -> None:
+    def report(self, replica: str, load: Load) -> None:
+        self.loads[replica] = load
         self._inner.report(replica, load)
 
     def forget(self, replica: str) -> None:
@@ -146,10 +164,16 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet_of(
-    *names: str, placement: Placement | None = None, **options: Any
+    *names: str,
+    placement: Placement | None = None,
+    llms: Mapping[str, AsyncLLM] = MappingProxyType({}),
+    **options: Any,
 ) -> AsyncIterator[Fleet]:
-    """A fleet of replicas of these names, all up; nothing is left of its requests."""
-    replicas = [BreakableReplica(name) for name in names or ("a", "b")]
+    """A fleet of replicas of these names, all up; nothing is left of its requests.
+
+    ``llms``: engines of their own for some.
+    """
+    replicas = [BreakableReplica(name, llms.get(name)) for name in names or ("a", "b")]
     counted = CountedPlacement(placement or LeastLoaded(seed=1))
     handles: list[ReplicaHandle] = [*replicas]
     options = {"report_interval_s": 0.02, **options}

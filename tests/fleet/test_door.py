@@ -304,6 +304,9 @@ def test_the_fleet_is_seen() -> None:
             assert 2 <= sent < GREEDY["max_tokens"]
             assert not first["routed_tokens"]
             assert first["load"]["max_num_seqs"] == 32
+            assert 0 <= first["load"]["kv_usage"] < 0.1
+            assert first["found_tokens"].keys() == {"device"}
+            assert seen["model"] == "demo"
             assert 0 < first["real_found_tokens"] <= 99
             figures = scraped((await root.get("/metrics")).body.decode())
             assert figures["quire:fleet_requests_total", "length", "a"] == 3
@@ -316,6 +319,39 @@ def test_the_fleet_is_seen() -> None:
             assert figures["quire:fleet_found_tokens_total", "a"] == first["real_found_tokens"]
             assert any(name[0] == "http_requests_total" for name in figures)
             assert not any(name[0].startswith("quire:kv_") for name in figures)
+
+    run(ask())
+
+
+def test_a_session_is_told_to_the_placement() -> None:
+    async def ask() -> None:
+        config = ServerConfig(api_key=("alice", "bob"))
+        async with fleet_of() as fleet, door(fleet, config) as keyless:
+            alice, bob = keyless.with_key("alice"), keyless.with_key("bob")
+            body = {"prompt": TEXT, **GREEDY}
+            named = {**body, "user": "u", "safety_identifier": "i", "prompt_cache_key": "k"}
+            header = {"x_session_id": "s"}
+            for client, asked, headers in (
+                (alice, body, header),
+                (alice, named, header),
+                (alice, {**body, "prompt_cache_key": "s"}, {}),
+                (alice, named, {}),
+                (alice, {**body, "safety_identifier": "i", "user": "u"}, {}),
+                (alice, {**body, "user": "u"}, {}),
+                (bob, {**body, "user": "u"}, {}),
+                (alice, body, {}),
+            ):
+                answer = await client.call("/v1/completions", asked, **headers).whole()
+                assert answer.status == 200
+                assert "x-ignored-fields" not in answer.headers
+            asked = {"model": "demo", "messages": MESSAGES, "max_tokens": 2}
+            assert (await alice.call("/v1/messages", asked, **header).whole()).status == 200
+            first, again, as_key, key, identifier, user, other, none, message = (
+                fleet.placement.sessions
+            )
+            assert first == again == as_key == message
+            assert len({first, key, identifier, user, other}) == 5
+            assert none is None
 
     run(ask())
 
@@ -339,10 +375,11 @@ def test_quire_top_shows_the_replicas() -> None:
             text = (await client.get("/fleet")).body
         view = FleetView("http://door", msgspec.json.decode(text, type=FleetStatus))
         title, heading, first, second, why, *_ = shown(view).splitlines()
-        assert "a fleet, 1 of 2 replicas up, http://door" in title
+        assert "demo, a fleet, 1 of 2 replicas up, http://door" in title
         assert heading.split()[:3] == ["replica", "state", "running"]
         assert first.split()[:2] == ["a", "up"]
-        assert first.split()[6:8] == ["2", "0"]  # ended, lost
+        assert first.split()[8:10] == ["2", "0"]  # ended, lost
+        assert "from" not in heading
         assert second.split()[:2] == ["b", "lost"]
         assert why.strip() == "b is lost: replica b was killed"
         assert "reconnecting" in shown(view.lost())

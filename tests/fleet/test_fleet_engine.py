@@ -177,8 +177,8 @@ def test_a_stream_is_moved_once() -> None:
             found = await read(fleet.engine, PROMPTS[0], params)
             assert isinstance(found.error, ReplicaLost)
             assert "it has been moved once" in str(found.error)
-            assert len(found.token_ids) >= 4  # two pieces of each, of a token at least
-            assert found.reasons == []
+            assert 4 <= len(found.token_ids) < 12  # four pieces, of a token or more
+            assert not found.reasons
             assert sorted(len(each.requests) for each in fleet.replicas) == [0, 1, 1]
             assert [each.mode for each in fleet.replicas].count("works") == 1
 

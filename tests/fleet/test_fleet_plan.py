@@ -14,6 +14,14 @@ from quire.errors import ConfigError
 from quire.fleet.fleet_plan import FleetPlan
 from quire.fleet.scaling import BUSY, BUSY_GOAL, QUEUED_S, wanted_replicas
 
+TRANSFER = json.dumps(
+    {
+        "kv_connector": "QuireConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"listen": "unix:/run/quire/own"},
+    }
+)
+
 
 def test_a_plan_has_what_is_not_the_default_and_can_be_written_as_json() -> None:
     engine = EngineConfig(
@@ -53,6 +61,13 @@ def test_a_plan_has_what_is_not_the_default_and_can_be_written_as_json() -> None
         (
             {"engine": {"kv_events_config": '{"enable_kv_cache_events": true}'}},
             "kv_events_config: the fleet publishes events of its own",
+        ),
+        (
+            {
+                "engine": {"kv_transfer_config": TRANSFER},
+                "fleet": {"prefill_replicas": 1},
+            },
+            "kv_transfer_config: with prefill_replicas=1 the fleet says by itself",
         ),
     ],
 )
@@ -110,6 +125,8 @@ def test_the_file_has_what_was_typed(
             "--num-gpu-blocks-override 5",
             "error: num_gpu_blocks_override is an option of quire serve",
         ),
+        ("--prefill-replicas 1", "error: prefill_replicas=1: blocks go over Unix sockets of one"),
+        ("--prefill-replicas -1", "error: prefill_replicas=-1 must be from 0"),
         ("--max-num-seqs 0", "error: max_num_seqs=0 must be from 1"),
         ("--shutdown-timeout -1", "error: shutdown_timeout=-1.0 must be at least 0"),
     ],

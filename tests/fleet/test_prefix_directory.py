@@ -45,10 +45,13 @@ REPLICAS = ("a", "b", "c")
 
 
 class Prefixes:
-    """The slow twin: the set of whole prefixes of each replica, group and medium."""
+    """The slow twin: the set of whole prefixes of each replica, group and medium.
 
-    def __init__(self, groups: tuple[Group, ...], size: int, shared: frozenset[str]) -> None:
-        self.groups, self.size, self.shared = groups, size, shared
+    ``shares``: what replicas have in storage, all of them have.
+    """
+
+    def __init__(self, groups: tuple[Group, ...], size: int, shares: bool) -> None:
+        self.groups, self.size, self.shares = groups, size, shares
         self.held: dict[tuple[str, int, str], set] = defaultdict(set)
 
     def prefix(self, prompt: Prompt, n: int):
@@ -57,16 +60,22 @@ class Prefixes:
         return prompt.keys.of_root(), extras, prompt.token_ids[: (n + 1) * self.size]
 
     def has_any(self, replica: str, prefix) -> bool:
-        return any(prefix in has for (name, *_), has in self.held.items() if name == replica)
+        return any(
+            prefix in has for (name, *_), has in self.held.items() if name in (replica, self.shares)
+        )
+
+    def owner(self, replica: str, medium: str) -> str | bool:
+        return self.shares if self.shares and medium == "STORAGE" else replica
 
     def store(self, replica, prompt, blocks, group, medium) -> None:
         for n in blocks:
             if n and not self.has_any(replica, self.prefix(prompt, n - 1)):
                 return  # nothing is known of what comes before it
-            self.held[replica, group, medium].add(self.prefix(prompt, n))
+            self.held[self.owner(replica, medium), group, medium].add(self.prefix(prompt, n))
 
     def remove(self, replica, prompt, blocks, group, medium) -> None:
-        self.held[replica, group, medium] -= {self.prefix(prompt, n) for n in blocks}
+        gone = {self.prefix(prompt, n) for n in blocks}
+        self.held[self.owner(replica, medium), group, medium] -= gone
 
     def clear(self, replica: str) -> None:
         for group in range(len(self.groups)):
@@ -81,8 +90,7 @@ class Prefixes:
         return [
             medium
             for medium in MEDIA
-            for name in (REPLICAS if medium in self.shared else (replica,))
-            if prefix in self.held.get((name, group, medium), ())
+            if prefix in self.held.get((self.owner(replica, medium), group, medium), ())
         ]
 
     def hit(self, replica: str, prompt: Prompt) -> dict[str, int]:
@@ -127,14 +135,17 @@ DOING = st.tuples(
 @given(
     model=st.sampled_from(sorted(MODELS)),
     size=st.sampled_from([2, 3]),
-    shared=st.sampled_from([frozenset(), frozenset({"STORAGE"})]),
+    shares=st.booleans(),
     prompts=st.lists(PROMPT, min_size=4, max_size=4),
     done=st.lists(st.lists(DOING, min_size=1, max_size=4), max_size=8),
 )
-def test_it_finds_what_whole_prefixes_say(model, size, shared, prompts, done) -> None:
+def test_it_finds_what_whole_prefixes_say(model, size, shares, prompts, done) -> None:
     groups = groups_of(*MODELS[model])
-    directory = PrefixDirectory(groups, size, key=KEY, shared=shared)
-    twin = Prefixes(groups, size, shared)
+    directory = PrefixDirectory(groups, size, key=KEY)
+    twin = Prefixes(groups, size, shares)
+    store = "store" if shares else None
+    for replica in REPLICAS:
+        directory.add(replica, store)
     for together in done:  # one batch of events a replica
         batches = defaultdict(list)
         for kind, replica, which, first, count, group, medium in together:
@@ -150,7 +161,11 @@ def test_it_finds_what_whole_prefixes_say(model, size, shared, prompts, done) ->
                 batches[replica] += CLEARED
                 twin.clear(replica)
             else:
-                directory.forget(replica)
+                if count % 2:
+                    directory.forget(replica)
+                    directory.add(replica, store)
+                else:
+                    directory.clear(replica)
                 batches.pop(replica, None)
                 twin.forget(replica)
         for replica, events in batches.items():
@@ -164,7 +179,7 @@ def test_it_finds_what_whole_prefixes_say(model, size, shared, prompts, done) ->
     for replica in REPLICAS:
         directory.forget(replica)
     directory.check()
-    assert not len(directory)
+    assert not len(directory) or shares
 
 
 # -- hostile and broken replicas -------------------------------------------------------------------
@@ -294,7 +309,9 @@ def test_one_replica_too_many_is_refused_until_another_is_forgotten() -> None:
     directory = PrefixDirectory(GROUPS, 2)
     for number in range(MAX_REPLICAS):
         directory.add(f"r{number}")
-    with pytest.raises(ConfigError, match=r"one too many: .* 64 at most; use least-loaded"):
+    with pytest.raises(
+        ConfigError, match=r"one too many: .* 64 replicas and shared stores at most; use"
+    ):
         directory.apply("more", [])
     directory.forget("r5")
     directory.apply("more", on_the_wire(GROUPS, 2, Prompt((1, 1)).stored(2, [0])))
@@ -355,3 +372,41 @@ def test_what_is_stored_block_by_block_is_found_as_a_whole() -> None:
     for prompt in several:
         hashes = directory.hashes(prompt.token_ids, prompt.keys)
         assert directory.find(hashes, ["a"]) == {"a": {"GPU": 400}}
+
+
+# -- storage that several reach --------------------------------------------------------------------
+
+
+def test_what_one_has_stored_all_who_reach_it_find() -> None:
+    directory, prompt = PrefixDirectory(GROUPS, 2), Prompt((1, 1, 2, 2, 3, 3))
+    hashes = directory.hashes(prompt.token_ids, prompt.keys)
+    for name, store in (("a", "here"), ("b", "here"), ("c", "there"), ("d", None)):
+        directory.add(name, store)
+    names = list("abcd")
+    directory.apply("a", on_the_wire(GROUPS, 2, prompt.stored(2, range(3))))
+    directory.apply("a", on_the_wire(GROUPS, 2, prompt.stored(2, range(3), medium="STORAGE")))
+    assert directory.find(hashes, names) == {"a": {"GPU": 3}, "b": {"STORAGE": 3}}
+    # Another one's copy of a block, and then another one's word that the last is gone.
+    directory.apply("b", on_the_wire(GROUPS, 2, prompt.stored(2, [0])))
+    directory.apply("b", on_the_wire(GROUPS, 2, prompt.removed(2, [2], medium="STORAGE")))
+    assert directory.find(hashes, names) == {"a": {"GPU": 3}, "b": {"GPU": 1, "STORAGE": 1}}
+    directory.check()
+    directory.forget("a")  # what it has stored is still there
+    assert directory.find(hashes, names[1:]) == {"b": {"GPU": 1, "STORAGE": 1}}
+    directory.clear("b")
+    assert directory.find(hashes, names[1:]) == {"b": {"STORAGE": 2}}
+    directory.check()
+
+
+def test_a_store_that_no_replica_has_gives_its_place_to_one_that_comes() -> None:
+    directory, prompt = PrefixDirectory(GROUPS, 2), Prompt((1, 1))
+    directory.add("a", "here")
+    directory.apply("a", on_the_wire(GROUPS, 2, prompt.stored(2, [0], medium="STORAGE")))
+    directory.forget("a")
+    assert len(directory) == 1
+    for number in range(MAX_REPLICAS):
+        directory.add(f"r{number}")
+    directory.check()
+    assert len(directory) == 0
+    with pytest.raises(ConfigError, match="store 'here' is one too many"):
+        directory.add("r1", "here")

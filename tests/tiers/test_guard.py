@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from quire.tiers import Deadline, TierError, TierTraits, TierUsage
-from quire.tiers.guard import GuardedTier
+from quire.tiers.guard import Breaker, GuardedTier
 from quire.tiers.host_memory import HostMemoryTier
 from tiers.faulty import FaultyTier
 from tiers.records import chain_of_blocks, right_record, small_format
@@ -118,8 +118,112 @@ def test_memory_is_given_back_at_the_end_and_what_persists_is_told_as_it_was() -
     assert after.capacity_bytes == before.capacity_bytes
 
 
+# -- which calls are a tier's fault ----------------------------------------------------------------
+
+
+def hanging(num_calls: int) -> FaultyTier:
+    """A tier whose first calls hang."""
+    own = HostMemoryTier(16 * FORMAT.num_bytes, FORMAT.num_bytes)
+    return FaultyTier(own, script=dict.fromkeys(range(num_calls), "hang"))
+
+
+def test_a_caller_with_little_time_takes_the_tier_from_no_other() -> None:
+    """Nor does one whose time was over before: another tier may have had it."""
+    tier = guarded(hanging(999))
+    name, buffer = bytes(32), memoryview(bytearray(FORMAT.num_bytes))
+    assert tier.find([name], Deadline.after(0.01)) == 0
+    assert tier.load([name], [buffer], Deadline.after(0.01)) == 0
+    for _ in range(99):
+        assert tier.find([name], Deadline.after(0.0)) == 0
+        assert tier.load([name], [buffer], Deadline.after(0.0)) == 0
+    assert tier.counted().num_errors == {"find": 1, "load": 1}
+    assert (tier.state, tier.may_load) == ("ok", True)
+
+
+def test_a_tier_that_hangs_is_left_alone_when_several_have_waited_in_vain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire.tiers.guard._PATIENCE_S", 0.2)
+    tier, num_asked = guarded(hanging(99)), 0
+    while tier.may_load:
+        tier.find([bytes(32)], Deadline.after(0.02))
+        num_asked += 1
+    assert 1 < num_asked <= 10
+    assert tier.state == "broken"
+    assert [each.getMessage() for each in caplog.records] == [
+        "tier attic:: loading fails, and goes on without it: a tier that fails on purpose: out of "
+        "time"
+    ]
+
+
+LATE = TierError("out of time")
+
+
+def test_waiting_in_vain_adds_up_until_an_answer_comes() -> None:
+    breaker = Breaker("attic", "loading")
+    for _ in range(3):
+        breaker.note_late("find", 0.6, LATE)
+        assert breaker.is_closed
+        breaker.note_success("find", 0.0)
+    breaker.note_late("find", 0.6, LATE)
+    breaker.note_success("load", 0.0)  # which says nothing of find
+    breaker.note_late("find", 0.6, LATE)
+    assert not breaker.is_closed
+
+
+def test_a_tier_that_answers_slowly_is_not_blamed_for_less_time() -> None:
+    """But for as much it is; and what it took long ago is forgotten."""
+    breaker = Breaker("attic", "loading")
+    breaker.note_success("load", 4.0)
+    for _ in range(20):
+        breaker.note_late("load", 1.2, LATE)
+        assert breaker.is_closed
+    for _ in range(10):
+        breaker.note_late("load", 1.2, LATE)
+    assert not breaker.is_closed
+    slow = Breaker("attic", "loading")
+    slow.note_success("load", 4.0)
+    slow.note_late("load", 4.5, LATE)
+    assert not slow.is_closed
+
+
+def test_a_break_is_as_long_as_several_in_vain_each_time() -> None:
+    """A short wait that is the first after a break does not double it."""
+    breaker = Breaker("attic", "loading")
+    breaker.note_late("find", 1.5, LATE)
+    assert breaker._break_s == 1.0
+    breaker.note_late("find", 0.1, LATE)
+    assert breaker._break_s == 1.0
+    breaker.note_late("find", 0.95, LATE)
+    assert breaker._break_s == 2.0
+
+
+def test_a_tier_that_finds_and_does_not_load_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    breaker = Breaker("attic", "loading")
+    for _ in range(3):
+        breaker.note_success("find", 0.0)
+        breaker.note_failure("load", OSError("a bad disk"))
+    breaker.note_failure("find", OSError("a bad disk"))
+    breaker.note_success("find", 0.0)
+    assert (breaker.is_broken, breaker._break_s) == (True, 8.0)
+    breaker.note_success("load", 0.0)
+    assert not breaker.is_broken
+    breaker.note_failure("find", OSError("a bad disk"))
+    breaker.note_success("find", 0.0)
+    assert not breaker.is_broken
+    said = [each.getMessage().partition(",")[0] for each in caplog.records]
+    assert said == ["tier attic: loading fails", "tier attic: loading works again"] * 2
+    breaker.note_failure("load", OSError("a bad disk"))
+    breaker._open_until_s -= 61.0  # and no load has been tried since
+    breaker.note_success("find", 0.0)
+    assert not breaker.is_broken, "it is told to be broken for ever where nothing is to be loaded"
+
+
 @pytest.mark.parametrize("fault", ["error", "full", "hang"])
-def test_what_is_not_taken_is_counted(fault: str) -> None:
+def test_what_is_not_taken_is_counted(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.tiers.guard._PATIENCE_S", 0.04)
     own = HostMemoryTier(16 * FORMAT.num_bytes, FORMAT.num_bytes)
     tier = guarded(FaultyTier(own, script={0: fault}))
     name, record = right_record(FORMAT, chain_of_blocks(1)[0])
@@ -165,7 +269,13 @@ def test_no_error_comes_out_whatever_a_tier_raises(caplog: pytest.LogCaptureFixt
     ):
         tier = guarded(Buggy())
         assert ask(tier) == 0
-        assert (tier.state, tier.counted().num_errors) == ("broken", {call: 1})
+        assert tier.counted().num_errors == {call: 1}
+        assert (tier.may_load, tier.may_store, tier.may_forget) == (
+            call not in ("find", "load"),
+            call != "store",
+            call != "drop",
+        )
+        assert tier.state == ("ok" if call == "drop" else "broken")
     assert tier.clear(soon()) == "OSError"
     assert tier.state == "suspect"
     tier.close()

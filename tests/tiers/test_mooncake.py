@@ -121,6 +121,23 @@ class TestMooncakeTier:
         tier.close()
         assert store.num_closed == 1
 
+    def test_a_call_that_never_ends_does_not_hold_up_the_end(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("quire.tiers.mooncake._CLOSE_S", 0.05)
+        store = PlayedStore()
+        tier = tier_of(store)
+        store.wait.clear()
+        with pytest.raises(TierError, match="out of time"):
+            tier.find(names_of(2), Deadline.after(0.05))
+        tier.close()
+        assert "its client stays open" in caplog.text
+        assert not store.num_closed
+        store.wait.set()
+        monkeypatch.setattr("quire.tiers.mooncake._CLOSE_S", 10.0)
+        tier.close()
+        assert store.num_closed == 1
+
 
 class TestAddress:
     def test_the_package_may_be_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,38 @@ class TestS3:
             time.sleep(0.01)
         assert list(s3.objects.values()) == [expected]
 
+    def test_a_late_store_brings_nothing_back_that_was_dropped(self, s3: PlayedS3) -> None:
+        tier, names = open_tier(s3.address), names_of(2)
+        s3.play = "hang"
+        with pytest.raises(TierError, match="out of time"):
+            tier.store(names, records_of(names), Deadline.after(0.1))
+        with pytest.raises(TierError, match="late calls still go on"):
+            tier.drop(names, Deadline.after(0.1))
+        s3.over.set()
+        tier.drop(names, soon())
+        assert not s3.objects
+
+    def test_what_was_dropped_in_part_was_not_dropped(
+        self, s3: PlayedS3, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import obstore
+
+        tier, names = open_tier(s3.address), names_of(3)
+        tier.store(names, records_of(names), soon())
+        real = obstore.delete
+
+        def delete(store: object, path: str) -> None:
+            if names[1].hex() in path:
+                raise PermissionError("a lock on this object")
+            real(store, path)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(obstore, "delete", delete)
+            with pytest.raises(TierError, match="a lock on this object"):
+                tier.drop(names, soon())
+        tier.drop(names, soon())
+        assert not s3.objects
+
     @pytest.mark.parametrize(
         ("play", "match"), [("403", "403|[Pp]ermission|denied|lacked"), ("500", "500|[Ss]erver")]
     )

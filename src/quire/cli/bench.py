@@ -6,7 +6,7 @@ import platform
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
+from quire.bench.comparison import compared, comparison_table
 from quire.bench.load import (
     CacheWatch,
     CompletionsServer,
@@ -52,6 +53,7 @@ from quire.planner.simulation.cost_model import COEFFICIENTS, Fit
 _LINE_S = 5.0  # least time between two lines of progress
 _OF_VLLM = ("serve", "throughput", "latency")
 _STOPPED = 128 + signal.SIGINT
+_ROUNDS = 3
 
 
 @with_engine_options
@@ -65,10 +67,11 @@ def bench(  # noqa: PLR0913 - each is a flag
         ),
     ] = None,
     url: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="Address of a server with OpenAI's API to measure. Default: an engine in this "
-            "process."
+            help="Address of a server with OpenAI's API to measure; of several, given by one --url "
+            "each, all get the same load, and are compared with the first. Default: an engine in "
+            "this process."
         ),
     ] = None,
     api_key: ApiKey = None,
@@ -105,6 +108,14 @@ def bench(  # noqa: PLR0913 - each is a flag
         int | None, in_panel("Load", "Maximum number of requests at a time. Default: no maximum.")
     ] = None,
     num_warmups: Annotated[int, in_panel("Load", "Number of requests before the measurement.")] = 1,
+    rounds: Annotated[
+        int | None,
+        in_panel(
+            "Load",
+            "With several --url: times that each is measured; they take turns. Default: "
+            f"{_ROUNDS}.",
+        ),
+    ] = None,
     temperature: Temperature = 0.0,
     ignore_eos: Annotated[
         bool, in_panel("Load", "Generate the full length.", "--ignore-eos/--no-ignore-eos")
@@ -166,6 +177,7 @@ def bench(  # noqa: PLR0913 - each is a flag
     quire bench --trace azure.csv --trace-scale 0.1 --trace-speed 4
     quire bench --calibrate here.json --max-num-seqs 32
     quire bench --url http://localhost:8000 --save-result result.json
+    quire bench --url http://one:8000 --url http://two:8000 --request-rate 4
 
     Raises: ConfigError, RequestError; typer.Exit after a Ctrl-C.
     """
@@ -174,15 +186,17 @@ def bench(  # noqa: PLR0913 - each is a flag
             f"{model} is a command of vllm bench, and quire bench has no commands: leave it out "
             "(--url names a server to measure)"
         )
+    urls = url or []
     if calibrate is not None:
-        _refuse_misplaced(url, header, api_key, engine, {"--calibrate": calibrate})
-        if url is not None:
+        _refuse_misplaced(urls, header, api_key, engine, {"--calibrate": calibrate})
+        if urls:
             raise ConfigError("--calibrate measures an engine of its own: leave out --url")
         write_calibration(model, engine, calibrate)
         return
     percentiles, goals = parse_percentiles(metric_percentiles), parse_goodput(goodput or ())
     saved = {"--save-result": save_result, "--save-trace": save_trace}
-    _refuse_misplaced(url, header, api_key, engine, saved)
+    _refuse_misplaced(urls, header, api_key, engine, saved)
+    _refuse_rounds(rounds, urls, {"--save-trace": save_trace, "--save-detailed": save_detailed})
     run = _Run(
         traffic=BenchTraffic(
             num_prompts=num_prompts,
@@ -205,10 +219,27 @@ def bench(  # noqa: PLR0913 - each is a flag
         temperature=temperature,
         ignore_eos=ignore_eos,
     )
+    headers = dict(map(_header, header or []))
+    if len(urls) > 1:
+        found = _compare(
+            run,
+            urls,
+            lambda each: client(each, api_key, timeout, headers),
+            model,
+            rounds=rounds or _ROUNDS,
+            figures_of=lambda measured: figures(
+                measured.outcomes, measured.duration_s, percentiles=percentiles, goodput=goals
+            ),
+            percentiles=percentiles,
+        )
+        if save_result is not None:
+            save_result.write_text(json.dumps(found), encoding="utf-8")
+        print(json.dumps(found) if as_json else comparison_table(found, percentiles))
+        return
     measured = (
         run.here(model, engine)
-        if url is None
-        else run.there(client(url, api_key, timeout, dict(map(_header, header or []))), model)
+        if not urls
+        else run.there(client(urls[0], api_key, timeout, headers), model)
     )
     result = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -373,8 +404,39 @@ def _about(backend: str, model: str) -> dict[str, Any]:
     }
 
 
+def _compare(
+    run: "_Run",
+    urls: list[str],
+    client_of: Callable[[str], Http],
+    model: str | None,
+    *,
+    rounds: int,
+    figures_of: Callable[["_Measured"], dict[str, Any]],
+    percentiles: tuple[float, ...],
+) -> dict[str, Any]:
+    """Measure servers in turns, each round with prompts of its own, the same for all.
+
+    Raises: ConfigError; RequestError if no request of one succeeds; typer.Exit after a Ctrl-C.
+    """
+    done: list[list[dict[str, Any]]] = []
+    for number in range(rounds):
+        traffic = replace(run.traffic, seed=run.traffic.seed + number)
+        own, found = replace(run, traffic=traffic), dict[int, dict[str, Any]]()
+        for turn in range(len(urls)):
+            place = (number + turn) % len(urls)  # none of them always comes first
+            run.console.print(
+                f"round {number + 1} of {rounds}: {urls[place]}", markup=False, highlight=False
+            )
+            measured = own.there(client_of(urls[place]), model)
+            if len(measured.outcomes) < measured.num_wanted:
+                raise typer.Exit(_STOPPED)
+            found[place] = figures_of(measured)
+        done.append([found[place] for place in range(len(urls))])
+    return compared(urls, done, percentiles)
+
+
 def _refuse_misplaced(
-    url: str | None,
+    urls: list[str],
     header: list[str] | None,
     api_key: str | None,
     engine: dict[str, Any],
@@ -382,15 +444,26 @@ def _refuse_misplaced(
 ) -> None:
     """Refuse flags that would have no effect. Raises: ConfigError."""
     for flag, value in (("--header", header), ("--api-key", api_key)):
-        if url is None and value:
+        if not urls and value:
             raise ConfigError(f"{flag} needs --url")
     misplaced = sorted(set(engine) - {"seed"})
-    if url is not None and misplaced:
+    if urls and misplaced:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in misplaced)
         raise ConfigError(f"{flags}: --url measures a server, whose own flags set its engine")
     for flag, path in saved.items():
         if path is not None:
             check_folder(flag, path)
+
+
+def _refuse_rounds(rounds: int | None, urls: list[str], of_one: dict[str, Any]) -> None:
+    """Refuse flags that one server has no use for, or several. Raises: ConfigError."""
+    if rounds is not None and rounds < 1:
+        raise ConfigError(f"--rounds {rounds} must be at least 1")
+    if rounds is not None and len(urls) < 2:
+        raise ConfigError("--rounds needs several --url, which are compared")
+    for flag, value in of_one.items():
+        if value and len(urls) > 1:
+            raise ConfigError(f"{flag} is of one server: give it with one --url")
 
 
 def _header(text: str) -> tuple[str, str]:

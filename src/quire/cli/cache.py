@@ -6,9 +6,11 @@
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
@@ -20,6 +22,7 @@ from quire.cli.options import AsJson, check_folder, plain_table, progress_bar
 from quire.errors import ConfigError
 from quire.tiers import Deadline
 from quire.tiers.address import parse_age
+from quire.tiers.fingerprint import NAMESPACE_DIGITS, is_inner
 from quire.tiers.inspection import export_chain, inspect, remove_flawed
 from quire.tiers.record import RecordHeader
 from quire.tiers.record_folder import (
@@ -35,7 +38,11 @@ T = TypeVar("T")
 
 _NO_LIMIT_S = 1e9  # of a command that a person waits for, and can end
 _TOLD_FLAWS = 20  # records that are named one by one
-_LONGEST_FIELD = 100  # characters of a namespace's description, with its name
+_LONGEST_FIELD = 40  # characters of a field in a namespace's description, with its name
+_MOST_FIELDS = 12  # of a namespace, that are told
+# Of a model's configuration, what tells models apart at a glance.
+_CONFIG, _MODEL = "config.", "config.model_type"
+_SIZES = MappingProxyType({"config.num_hidden_layers": "layers", "config.hidden_size": "width"})
 
 Folder: TypeAlias = Annotated[
     Path, typer.Argument(metavar="PATH", help="The folder: PATH of --kv-tier file:PATH.")
@@ -67,7 +74,7 @@ def ls(path: Folder, *, as_json: AsJson = False) -> None:
 
     Raises: TierError, ConfigError.
     """
-    several = namespaces_of(_existing(path))
+    several = sorted(namespaces_of(_existing(path)), key=lambda each: -(each.newest_s or 0))
     if as_json:
         print(json.dumps({"path": str(path), "namespaces": [_as_dict(each) for each in several]}))
         return
@@ -83,9 +90,13 @@ def ls(path: Folder, *, as_json: AsJson = False) -> None:
             _ago(each.newest_s),
             _ago(each.oldest_s),
         )
+    if len(several) > 1:
+        num_records = sum(each.num_records for each in several)
+        num_bytes = sum(each.num_bytes for each in several)
+        table.add_row("all", format_count(num_records), format_bytes(num_bytes), "", "")
     out.print(table)
-    for each in several:
-        out.print(f"[bold]{each.name}[/]  {_described(each)}", soft_wrap=True)
+    for name, words in _described(several):
+        out.print(f"[bold]{name:<{NAMESPACE_DIGITS}}[/]  {words}", soft_wrap=True)
     if not several:
         out.print("There is no namespace: no engine has written a record here.")
 
@@ -111,7 +122,7 @@ def check(
     Raises: TierError, ConfigError.
     """
     names = _chosen(_existing(path), namespace)
-    sound = sealed = num_bytes = 0
+    counts = {name: _Checked() for name in names}
     flawed = list[dict[str, str]]()
     with progress_bar(MofNCompleteColumn(), console=Console(stderr=True)) as progress:
         for name in names:
@@ -119,19 +130,26 @@ def check(
             for record in list_records(path, name):
                 found = inspect(record, name)
                 progress.advance(task)
-                num_bytes += record.num_bytes
+                counts[name].num_bytes += record.num_bytes
                 if isinstance(found, RecordHeader):
-                    sealed, sound = sealed + found.is_sealed, sound + (not found.is_sealed)
+                    counts[name].num_sealed += found.is_sealed
+                    counts[name].num_sound += not found.is_sealed
                     continue
+                counts[name].num_flawed += 1
                 flawed.append({"file": record.path, "reason": found})
                 if remove:
                     remove_flawed(record)
             progress.remove_task(task)
     if as_json:
-        counts = {"num_sound": sound, "num_sealed": sealed, "num_bytes": num_bytes}
-        print(json.dumps({"path": str(path), **counts, "flawed": flawed, "removed": remove}))
+        told = {
+            "num_sound": sum(each.num_sound for each in counts.values()),
+            "num_sealed": sum(each.num_sealed for each in counts.values()),
+            "num_bytes": sum(each.num_bytes for each in counts.values()),
+            "namespaces": {name: asdict(each) for name, each in counts.items()},
+        }
+        print(json.dumps({"path": str(path), **told, "flawed": flawed, "removed": remove}))
     else:
-        _tell_check(sound, sealed, num_bytes, flawed, removed=remove)
+        _tell_check(counts, flawed, removed=remove)
     if flawed:
         raise typer.Exit(1)
 
@@ -270,31 +288,80 @@ def _as_dict(each: NamespaceContents) -> dict[str, Any]:
     }
 
 
-def _described(each: NamespaceContents) -> str:
-    """Return a namespace's plain fields on one line: those that tell models apart at a glance.
+def _described(several: list[NamespaceContents]) -> Iterator[tuple[str, str]]:
+    """Yield what all namespaces are, and what each is that not all are.
 
-    Anyone who can write to the folder may have chosen them, so no character reaches the terminal
-    that would steer it.
+    Anyone who can write to the folder may have chosen the words: they are printable ASCII, and
+    steer no terminal.
     """
-    if each.fingerprint is None:
-        return "[dim]without a description of its own[/]"
-    fields = each.fingerprint.fields
-    plain = {name: value for name, value in fields.items() if not isinstance(value, dict | list)}
-    return escape(", ".join(_printable(f"{name} {value}") for name, value in plain.items()))
+    leaves = {each.name: each.fingerprint.leaves for each in several if each.fingerprint}
+    alike = dict[str, str]()
+    if len(leaves) > 1:
+        first, *rest = leaves.values()
+        alike = dict(set(first.items()).intersection(*(each.items() for each in rest)))
+    if alike:
+        yield "in all", _told(alike)
+    own = {name: dict(each.items() - alike.items()) for name, each in leaves.items()}
+    told = Counter(map(_told, own.values()))
+    for each in several:
+        if each.name in own:
+            fields = own[each.name]
+            words = _told(fields)
+            yield each.name, words if told[words] == 1 else _told(fields, with_inner=True)
+        else:
+            yield each.name, "[dim]without a description of its own[/]"
 
 
-def _printable(text: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in text[:_LONGEST_FIELD])
+def _told(leaves: dict[str, str], *, with_inner: bool = False) -> str:
+    """Say what fields are, the model first; ``with_inner``: those within fields, too."""
+    words, left = [], leaves
+    if _MODEL in left:
+        sizes = ", ".join(f"{what} {left[path]}" for path, what in _SIZES.items() if path in left)
+        words.append(_bare(left[_MODEL]) + f" ({sizes})" * bool(sizes))
+        left = {path: value for path, value in left.items() if not path.startswith(_CONFIG)}
+    paths = sorted(path for path in left if not is_inner(path) and left[path] != "null")
+    if with_inner:
+        paths += sorted(path for path in left if is_inner(path))
+    words += (f"{path} {_bare(left[path])}" for path in paths)
+    shown = [_cut(each) for each in words[:_MOST_FIELDS]]
+    if len(words) > _MOST_FIELDS:
+        shown.append(f"and {len(words) - _MOST_FIELDS} more (--json)")
+    return escape(", ".join(shown))
+
+
+def _bare(value: str) -> str:
+    return value[1:-1] if value.startswith('"') else value
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_FIELD else f"{text[:_LONGEST_FIELD]}…"
+
+
+@dataclass(slots=True)
+class _Checked:
+    """What a check has found in a namespace."""
+
+    num_sound: int = 0
+    num_sealed: int = 0
+    num_flawed: int = 0
+    num_bytes: int = 0  # of all files
 
 
 def _tell_check(
-    sound: int, sealed: int, num_bytes: int, flawed: list[dict[str, str]], *, removed: bool
+    counts: dict[str, _Checked], flawed: list[dict[str, str]], *, removed: bool
 ) -> None:
     out = Console(highlight=False)
-    out.print(f"{format_number_of(sound, 'whole record')}, {format_bytes(num_bytes)} in all files")
-    if sealed:
-        told = format_number_of(sealed, "sealed record")
-        out.print(f"{told}: only an engine with the key can check more than sizes")
+    for name, own in counts.items():
+        words = [format_number_of(own.num_sound, "whole record")]
+        if own.num_sealed:
+            words.append(format_number_of(own.num_sealed, "sealed record"))
+        if own.num_flawed:
+            words.append(f"[red]{own.num_flawed:,} with a flaw[/]")
+        out.print(f"[bold]{name}[/]  {', '.join(words)}; {format_bytes(own.num_bytes)}")
+    if not counts:
+        out.print("There is no namespace: no engine has written a record here.")
+    if any(own.num_sealed for own in counts.values()):
+        out.print("Sealed: only an engine with the key can check more than sizes")
     for each in flawed[:_TOLD_FLAWS]:
         out.print(f"[red]{each['reason']}[/]  {escape(each['file'])}", soft_wrap=True)
     if len(flawed) > _TOLD_FLAWS:

@@ -126,9 +126,12 @@ def _announce(console: Console, facts: "FleetStartUp") -> None:
     where = "of this machine only" if facts.is_local else "from any machine"
     clients = f"{where}, {'with ' + keys if facts.num_keys else 'no key needed'}"
     where_ray = f"Ray at {facts.ray_address}" if facts.ray_address else "a Ray of this process's"
+    count = f"{facts.num_replicas}"
+    if facts.num_prefill:
+        count += f" and {facts.num_prefill} for prompts"
     rows = [
         ("serving", f"[bold]{escape(facts.model)}[/] at [bold cyan]{escape(facts.url)}[/]"),
-        ("replicas", f"{facts.num_replicas}, on {escape(where_ray)}; {escape(facts.placement)}"),
+        ("replicas", f"{count}, on {escape(where_ray)}; {escape(facts.placement)}"),
         ("sequences", f"up to {format_count(facts.max_model_len)} tokens (max_model_len)"),
         ("clients", clients),
     ]

@@ -23,6 +23,12 @@ class FleetConfig:
         "Number of replicas: engines with the whole model, each in its own process.",
         panel=_PANEL,
     )
+    prefill_replicas: int = option(
+        0,
+        "Further replicas that compute prompts for the others, where that costs less than the "
+        "sequences it would delay there. On this machine only.",
+        panel=_PANEL,
+    )
     min_replicas: int | None = option(
         None,
         "Fewest replicas that the fleet shrinks to while there is little to do. Default: "
@@ -50,6 +56,13 @@ class FleetConfig:
         "dynamo (as Dynamo's SelectionService says; needs ai-dynamo).",
         panel=_PANEL,
     )
+    name_key: str | None = option(
+        None,
+        "File with a secret of 16 to 4,096 bytes, by which replicas name blocks of API keys and of "
+        "salts to the door. Default: one is drawn at each start. Needed where doors are more than "
+        "one, or a Serve file is deployed again.",
+        panel=ADVANCED,
+    )
     downscale_delay: float = option(
         600.0,
         "Seconds of little work before a replica, and with it its cached prefixes, is given up.",
@@ -64,6 +77,7 @@ class FleetConfig:
 
     def __post_init__(self) -> None:
         in_range("replicas", self.replicas, 1, _MOST_REPLICAS)
+        in_range("prefill_replicas", self.prefill_replicas, 0, _MOST_REPLICAS)
         for name in ("min_replicas", "max_replicas"):
             if getattr(self, name) is not None:
                 in_range(name, getattr(self, name), 1, _MOST_REPLICAS)
@@ -76,6 +90,8 @@ class FleetConfig:
             _amount("cpus_per_replica", self.cpus_per_replica)
         _amount("gpus_per_replica", self.gpus_per_replica)
         one_of("placement", self.placement, PLACEMENT_NAMES)
+        if not isinstance(self.name_key, str | None):
+            raise ConfigError(f"name_key={self.name_key!r} must be the path of a file")
         seconds("downscale_delay", self.downscale_delay, may_be_zero=True)
         seconds("health_check_timeout", self.health_check_timeout, may_be_zero=False)
 

@@ -5,7 +5,7 @@ the token ids of every prompt, and a socket of ZeroMQ asks for no key.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.config.keys import is_loopback
@@ -37,9 +37,9 @@ class KVEventsConfig:
     hwm: int = 100_000  # batches that wait for one subscriber before it misses some
     max_queue_size: int = 100_000  # batches that wait to be sent before the oldest is dropped
     topic: str = ""  # the first frame of each message
-    # Quire's own: a file with a secret. Engines that have the same one name blocks of tenants
-    # and of salts alike. None: each process draws a secret.
-    name_key: str | None = None
+    # Quire's own: a file with a secret, or the key itself. Engines that have the same one name
+    # blocks of tenants and of salts alike. None: each process draws a secret.
+    name_key: str | bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         switch(f"{_OPTION}: enable_kv_cache_events", self.enable_kv_cache_events)
@@ -54,7 +54,7 @@ class KVEventsConfig:
             raise ConfigError(
                 f"{_OPTION}: topic={self.topic!r} must be a text of up to {_MAX_TOPIC_BYTES} bytes"
             )
-        if self.name_key is not None and not isinstance(self.name_key, str):
+        if not isinstance(self.name_key, str | bytes | None):
             raise ConfigError(f"{_OPTION}: name_key={self.name_key!r} must be the path of a file")
         host_of("endpoint", self.endpoint)
         if self.replay_endpoint is not None:

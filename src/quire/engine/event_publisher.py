@@ -99,8 +99,8 @@ class EventPublisher:
                 "pip install quire[events]"
             ) from error
         config = self._config
-        if config.name_key is not None:
-            self._name_key = read_name_key(config.name_key)
+        key = config.name_key
+        self._name_key = read_name_key(key) if isinstance(key, str) else key
         self._context = zmq.Context()
         self._context.linger = _LINGER_MS  # of each socket: it bounds the end of the process too
         try:
@@ -266,8 +266,8 @@ class EventPublisher:
             self._context.destroy(linger=_LINGER_MS)
 
 
-def read_name_key(path: str) -> bytes:
-    """Read the key of names from a file with a secret. Raises: ConfigError.
+def read_name_key(path: str, option: str = "kv_events_config: name_key") -> bytes:
+    """Read the key of names from a file with a secret, which ``option`` names. Raises: ConfigError.
 
     A fleet's directory takes the same key.
     """
@@ -275,13 +275,11 @@ def read_name_key(path: str) -> bytes:
         with Path(path).open("rb") as file:
             secret = file.read(_LONGEST_SECRET + 1)
     except OSError as error:
-        raise ConfigError(
-            f"kv_events_config: name_key={path!r} cannot be read: {error.strerror}"
-        ) from None
+        raise ConfigError(f"{option}={path!r} cannot be read: {error.strerror}") from None
     if not _SHORTEST_SECRET <= len(secret) <= _LONGEST_SECRET:
         raise ConfigError(
-            f"kv_events_config: name_key={path!r} has {min(len(secret), _LONGEST_SECRET + 1):,} "
-            f"bytes; a secret has {_SHORTEST_SECRET} to {_LONGEST_SECRET:,}"
+            f"{option}={path!r} has {min(len(secret), _LONGEST_SECRET + 1):,} bytes; a secret has "
+            f"{_SHORTEST_SECRET} to {_LONGEST_SECRET:,}"
         )
     return blake2b(secret, digest_size=KEY_BYTES, person=b"quire names").digest()
 

@@ -4,12 +4,18 @@ The engine sizes itself with this, and a planner that has only a model's files. 
 the numbers of a loaded model.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from quire.config import KV_CACHE_DTYPES, EngineConfig
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES, CacheConfig
-from quire.kv.layout import attention_groups, slot_bytes, stacking, suited_to
+from quire.kv.layout import (
+    attention_groups,
+    slot_bytes,
+    stacked_block_size,
+    stacking,
+    suited_to,
+)
 from quire.memory.budget import Footprint, Ledger, Needs, make_ledger
 from quire.memory.machine import Machine
 from quire.spec import ChunkedAttention, Group, KeptWhole, ModelSpec, RecurrentState, SlidingWindow
@@ -88,7 +94,7 @@ def kv_needs(
         address_bytes=_LATER_ADDRESS_BYTES + _window_bytes(config, spec, longest),
         addresses_per_byte=(2 if strategy.maps_pages else 1) * len(spec.groups),
         context_tokens=longest,
-        tier_bytes=0 if on_gpu else tier_bytes(config, spec.groups),
+        tier_bytes=0 if on_gpu else tier_bytes(config, spec.groups, page_bytes),
         least_bytes=least_tokens * spec.bytes_per_token + one_state,
         most_bytes=_most_bytes(config, spec, longest, page_bytes) + state_bytes,
         state_bytes=state_bytes,
@@ -144,7 +150,7 @@ def swap_buffer_bytes(groups: Iterable[Group], longest: int) -> int:
     return max(_SWAP_PIECE_BYTES, max(layers) + _ALIGNMENT_BYTES)
 
 
-def tier_bytes(config: EngineConfig, groups: Iterable[Group]) -> int:
+def tier_bytes(config: EngineConfig, groups: Sequence[Group], page_bytes: int) -> int:
     """Return the bytes of host memory that tiers take: their own, and those of blocks on the way.
 
     Raises: ConfigError.
@@ -159,8 +165,11 @@ def tier_bytes(config: EngineConfig, groups: Iterable[Group]) -> int:
         if address.kind == "memory"
     )
     leased_bytes = 0 if transfer is None else transfer.size_bytes
-    step_tokens = config.max_num_batched_tokens
-    return sum(in_memory) + leased_bytes + staging_bytes(groups, config.block_size, step_tokens)
+    block_size, step_tokens = config.block_size, config.max_num_batched_tokens
+    if STRATEGIES[config.cache].maps_pages:  # a block fills whole pages
+        seen = attention_groups(groups)
+        block_size = stacked_block_size(seen, block_size, page_bytes, suited_to(page_bytes))
+    return sum(in_memory) + leased_bytes + staging_bytes(groups, block_size, step_tokens)
 
 
 def require_blocks(

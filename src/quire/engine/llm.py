@@ -5,10 +5,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event, Lock, Thread, current_thread, main_thread
 from typing import Any, TypeAlias
 
 from quire.config import EngineConfig
@@ -38,6 +38,7 @@ from quire.engine.statistics import Statistics
 from quire.engine.step_plan import TokenOutput
 from quire.errors import ConfigError, MemoryUnavailable, RankLost, RequestError
 from quire.kv import NO_KEYS, Accounting, PrefixKeys, Usage
+from quire.kv.interface import found_block_size
 from quire.kv.page_tables import usage_with_tables
 from quire.memory import CountedMemory, MemoryProvider
 from quire.memory.machine.readings import Gauge
@@ -119,9 +120,10 @@ class LLM:
         self._closing = Lock()  # lets one of two threads close
         self.has_failed = False  # closed after an error
         if events is not None:
-            weakref.finalize(self, events.close)
+            weakref.finalize(self, _close_collected, events.close)
             try:
-                events.start(self._kv.accounting, self.config.block_size)
+                blocks = self._kv.accounting
+                events.start(blocks, found_block_size(blocks, self.config.block_size))
             except BaseException:
                 self.close()
                 raise
@@ -165,7 +167,7 @@ class LLM:
         self._most_bytes = parts.most_bytes
         if (offload := parts.engine.scheduler.offload) is not None:
             offload.store_when_idle(partial(_store_when_idle, weakref.ref(self)))
-            weakref.finalize(self, offload.close)
+            weakref.finalize(self, _close_collected, offload.close)
         self._source_prompts, self._loaded = parts.source_prompts, loaded
         return loaded
 
@@ -820,6 +822,19 @@ def require_cleared(left: Mapping[str, str]) -> None:
             f"reset_external: records may be left, and nothing is loaded from these tiers until "
             f"they are cleared or trusted: {several}"
         )
+
+
+def _close_collected(close: Callable[[], None]) -> None:
+    """Close what a collected LLM has left behind.
+
+    A collector runs in any thread, also in one that is to be ended, which may hold a lock that
+    closing takes. The main thread is none of these; in place of another one a new one closes.
+    """
+    if current_thread() is main_thread():
+        close()
+        return
+    with suppress(RuntimeError):  # the system has none left: what is open ends with the process
+        Thread(target=close, name="quire-close").start()
 
 
 def _store_when_idle(llm_ref: "weakref.ref[LLM]") -> bool:

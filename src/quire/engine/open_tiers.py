@@ -1,7 +1,6 @@
 """``make_offloading``: opens the tiers that an engine's options name, and has blocks go there."""
 
 import logging
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from quire.kv.interface import ExternalBlocks
 from quire.models.file_hashes import CannotName
 from quire.models.loader import LoadedModel
 from quire.tiers import TIERS, Tier, TierAddress, TierError
+from quire.tiers.address import tier_names
 from quire.tiers.fingerprint import Fingerprint
 from quire.tiers.guard import GuardedTier
 from quire.tiers.record import Checksums, KeyedSeal
@@ -37,7 +37,7 @@ def make_offloading(
     """Open the tiers that the options name, for an engine's cache; None if they name none.
 
     Raises: ConfigError where the cache has no blocks that tiers could keep, for a shared tier
-    without a key, and for a tier that cannot be opened.
+    without a key, for a tier that cannot be opened, and where the system has no thread left.
     """
     transferring = config.kv_transfer_config
     if transferring is not None and not transferring.is_own:
@@ -72,7 +72,7 @@ def make_offloading(
     largest_bytes = max(form.num_bytes for form in (*plain, *sealed))
     with ExitStack() as undo:
         tiers = list[GuardedTier]()
-        for address, name in zip(config.tiers, _names(config.tiers), strict=True):
+        for address, name in zip(config.tiers, tier_names(config.tiers), strict=True):
             make = TIERS.find(address.kind, "kv_tier")
             with TIERS.blamed(address.kind, "kv_tier"):
                 tier = make(address, largest_bytes, fingerprint.namespace)
@@ -107,8 +107,8 @@ def make_offloading(
             only_reads=config.kv_tier_write == "never",
             keeps_events=events is not None and events.publishes,
         )
+        carrier.start()
         undo.pop_all()
-    carrier.start()
     return OffloadPolicy(
         carrier,
         kv.accounting,
@@ -121,21 +121,14 @@ def make_offloading(
     )
 
 
-def _names(addresses: Sequence[TierAddress]) -> list[str]:
-    """Return what logs and metrics call each tier: ``memory``, ``file:/a``, ``file:/a (2)``."""
-    names = list[str]()
-    for at, address in enumerate(addresses):
-        alike = sum(str(other) == str(address) for other in addresses[:at])
-        names.append(str(address).removesuffix(":") + f" ({alike + 1})" * bool(alike))
-    return names
-
-
 def _describe(tier: Tier, address: TierAddress, fingerprint: Fingerprint) -> None:
     if isinstance(tier, DescribedTier):
         try:
             tier.describe(fingerprint.description.encode())
         except TierError as error:
             log.warning("tier %s: %s", address, error)
+        except Exception:  # of a tier of another package
+            log.exception("tier %s keeps no description", address)
 
 
 def _read_key(path: str) -> bytes:

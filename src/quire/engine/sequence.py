@@ -66,6 +66,7 @@ class Request:
     remote: RemoteBlocks | None = None  # another server has begun with it
     output_token_ids: tuple[int, ...] = ()  # that another engine has generated: it goes on there
     resumption: Resumption | None = None  # what follows from them
+    session: str | None = None  # of the client's; a fleet keeps its requests where they were
 
     @property
     def chosen_outside(self) -> bool:

@@ -191,7 +191,7 @@ class PeerTransfer:
         peer = self._peer(remote)
         if peer is None or not peer.may_load:
             return
-        link = self._links[_address(remote)]
+        link, begun_s = self._links[_address(remote)], time.monotonic()
         most_s = max(LONGEST_AWAIT_S, self._config.extras.wait_s)
         until = Deadline.after(min(most_s, _AWAIT_SHARE * deadline.left_s))
         try:
@@ -201,17 +201,18 @@ class PeerTransfer:
                 if link.wait(remote.lease, wait_s, deadline) or asked.left_s:
                     break
         except TierError as error:
-            peer.note_failed("find", error)
+            peer.note_failed("find", error, begun_s, deadline)
 
     def release(self, remote: RemoteBlocks) -> None:
         """Tell a peer that its blocks are not needed any more."""
         peer = self._peer(remote)
         if peer is None or not peer.may_load:
             return
+        begun_s, deadline = time.monotonic(), Deadline.after(_RELEASE_S)
         try:
-            self._links[_address(remote)].release(remote.lease, Deadline.after(_RELEASE_S))
+            self._links[_address(remote)].release(remote.lease, deadline)
         except TierError as error:  # the lease ends by time
-            peer.note_failed("drop", error)
+            peer.note_failed("drop", error, begun_s, deadline)
 
     def _peer(self, remote: RemoteBlocks) -> GuardedTier | None:
         try:

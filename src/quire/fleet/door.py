@@ -56,15 +56,21 @@ MakeMembership: TypeAlias = Callable[
 
 @asynccontextmanager
 async def open_door(
-    fleet: FleetConfig, config: ServerConfig, membership: MakeMembership
+    fleet: FleetConfig,
+    config: ServerConfig,
+    membership: MakeMembership,
+    *,
+    name_key: bytes | None = None,
 ) -> AsyncIterator[tuple[Starlette, FleetEngine]]:
     """Make the app of a fleet once one replica is ready, and close it behind the block.
 
-    Raises: ConfigError for a placement that cannot be had.
+    ``name_key``: by which the replicas name blocks of tenants and salts; None: such prompts are
+    placed by load. Raises: ConfigError for a placement that cannot be had.
     """
     members = _Members(config.shutdown_timeout)
     try:
-        engine = _engine(fleet, await membership(members.join, members.leave).open())
+        facts = await membership(members.join, members.leave).open()
+        engine = _engine(fleet, facts, name_key)
         try:
             members.begin(engine)
             while engine.failure is not None:
@@ -83,20 +89,21 @@ async def open_door(
         await members.close()
 
 
-def _engine(fleet: FleetConfig, facts: ReplicaFacts) -> FleetEngine:
+def _engine(fleet: FleetConfig, facts: ReplicaFacts, name_key: bytes | None) -> FleetEngine:
     """Make the engine, with the placement that the options name. Raises: ConfigError."""
     placement: Placement = LeastLoaded()
     follower: EventFollower | None = None
     if fleet.placement == "dynamo":
         placement = follower = DynamoPlacement()
     elif fleet.placement == "exact":
-        directory = PrefixDirectory(facts.groups, facts.block_size)
+        directory = PrefixDirectory(facts.groups, facts.block_size, key=name_key)
         placement, follower = PrefixAware(directory), ZmqFollower(directory)
     return FleetEngine(
         placement,
         follower=follower,
         replica_timeout_s=fleet.health_check_timeout,
         patience_s=_PATIENCE_S,
+        prefills_apart=fleet.prefill_replicas > 0,
     )
 
 

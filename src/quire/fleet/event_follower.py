@@ -204,7 +204,7 @@ class ZmqFollower:
                 f"replica {replica} has blocks of {facts.block_size} tokens, and the fleet looks "
                 f"for prefixes in blocks of {self._directory.block_size}: give all one block_size"
             )
-        self._directory.add(replica)
+        self._directory.add(replica, facts.events.store)
         self._tell((replica, facts.events))
 
     def forget(self, replica: str) -> None:
@@ -292,6 +292,7 @@ class ZmqFollower:
         if endpoints is None:
             self._gaps.pop(name, None)
             return
+        self._directory.add(name, endpoints.store)
         stream = self._socket(zmq.SUB)
         stream.subscribe(endpoints.topic.encode())
         stream.connect(endpoints.endpoint)
@@ -303,7 +304,7 @@ class ZmqFollower:
             poller.register(replay, zmq.POLLIN)
         order = BatchOrder(
             lambda events: self._directory.apply(name, events),
-            lambda: self._directory.forget(name),
+            lambda: self._directory.clear(name),
             can_ask=replay is not None,
         )
         self._followed[name] = _Followed(name, order, stream, replay)

@@ -25,7 +25,8 @@ from quire.engine.prompts import Prompt
 from quire.engine.request_maker import ModelFacts, RequestMaker
 from quire.engine.sequence import FinishReason, Request
 from quire.errors import ConfigError, QuireError, RequestError, one_line
-from quire.fleet.placement import Placed, Placement
+from quire.fleet.placement import Load, Placed, Placement
+from quire.fleet.prefill import Detours, Prefilled, can_be_apart, prompt_alone, with_blocks
 from quire.fleet.replica import (
     ReplicaFacts,
     ReplicaHandle,
@@ -107,6 +108,11 @@ class Member:
     def name(self) -> str:
         return self.handle.name
 
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it computes prompts for others."""
+        return self.facts is not None and self.facts.is_prefill
+
 
 @dataclass(slots=True, eq=False)
 class Stream:
@@ -125,6 +131,7 @@ class Stream:
     patient_until_s: float | None = None  # since no replica could take it
     is_broken: bool = False  # no piece of this replica is waited for any more
     waits: asyncio.Timeout | None = None  # for a piece
+    apart: "Stream | None" = None  # its prompt alone, at a prefill replica
 
     def break_off(self) -> None:
         """End the wait for the replica's next piece, now or when it begins, with ReplicaLost."""
@@ -145,7 +152,9 @@ class Stream:
         # The reader has the prompt's logprobs already.
         params = replace(self.request.params, prompt_logprobs=None)
         outputs = (*self.request.output_token_ids, *self.token_ids)
-        return replace(self.request, params=params, output_token_ids=outputs, resumption=None)
+        return replace(
+            self.request, params=params, output_token_ids=outputs, resumption=None, remote=None
+        )
 
     def note(self, delta: TextDelta) -> TextDelta:
         """Note a piece that its reader gets, and return it as that is to see it."""
@@ -198,7 +207,11 @@ class FleetEngine:
         replica_timeout_s: float = 30.0,
         report_interval_s: float = 0.5,
         patience_s: float = 0.0,
+        prefills_apart: bool = False,
     ) -> None:
+        """``prefills_apart``: prefill replicas, which leave blocks for others, compute prompts
+        first where that pays. Clients cannot say what is left where then.
+        """
         for name, value in (
             ("replica_timeout_s", replica_timeout_s),
             ("report_interval_s", report_interval_s),
@@ -208,8 +221,10 @@ class FleetEngine:
         self._placement, self._follower = placement, follower
         self._replica_timeout_s, self._report_interval_s = replica_timeout_s, report_interval_s
         self._patience_s, self._up_s = patience_s, -inf  # when one ceased to be up last
+        self._prefills_apart, self._detours = prefills_apart, Detours()
         self.members: dict[str, Member] = {}
         self.num_resumed = 0  # streams that went on elsewhere
+        self.num_prefilled = Counter[Prefilled]()  # prompts
         self._maker: RequestMaker | None = None  # of the first replica's model
         self._first: ReplicaFacts | None = None
         self._streams: dict[str, Stream] = {}
@@ -317,7 +332,10 @@ class FleetEngine:
             member.state, member.why = "refused", str(error)
             raise
         if self._first is None:
-            self._first, self._maker = facts, RequestMaker(facts.model)
+            model = facts.model
+            if self._prefills_apart:
+                model = replace(model, takes_blocks=False)
+            self._first, self._maker = facts, RequestMaker(model)
         if self._follower is not None:
             self._follower.follow(member.name, facts)
         if member.told_to_drain:
@@ -377,11 +395,23 @@ class FleetEngine:
 
     def _note(self, member: Member, report: ReplicaReport) -> None:
         member.report = report
-        self._placement.report(member.name, report.load)
+        self._placement.report(member.name, self._with_costs_of_others(report.load))
         if not report.takes_requests and member.state == "up":
             self._set(member, "draining", "it takes no new requests")
         elif report.takes_requests and member.state == "draining" and not member.told_to_drain:
             self._set(member, "up", "")
+
+    def _with_costs_of_others(self, load: Load) -> Load:
+        """Return a load in which a tier that the replica has not used costs what others measured,
+        in the mean.
+        """
+        measured: dict[Medium, list[float]] = {}
+        for member in self.members.values():
+            if member.report is not None and member.state == "up":
+                for medium, seconds in member.report.load.load_s_per_block.items():
+                    measured.setdefault(medium, []).append(seconds)
+        costs = {medium: sum(several) / len(several) for medium, several in measured.items()}
+        return replace(load, load_s_per_block={**costs, **load.load_s_per_block})
 
     def _lose(self, member: Member, why: str) -> None:
         """Route nothing to a replica that is lost, and let its streams know."""
@@ -491,7 +521,8 @@ class FleetEngine:
         names = [request_ids] if isinstance(request_ids, str) else request_ids
         several = set(self._streams if names is None else names)
         for stream in [self._streams[name] for name in several if name in self._streams]:
-            stream.is_aborted = True
+            for each in filter(None, (stream, stream.apart)):
+                each.is_aborted = True
         await asyncio.gather(
             *(
                 self._abort_at(member, [each for each in member.streams if each.is_aborted])
@@ -548,6 +579,7 @@ class FleetEngine:
             stream.is_broken, is_first = False, True
             member.streams.add(stream)
             try:
+                await self._compute_apart(stream, member, choice)
                 async with aclosing(self._of_replica(stream, member)) as pieces:
                     async for delta in pieces:
                         if is_first:
@@ -575,6 +607,10 @@ class FleetEngine:
 
     async def _of_replica(self, stream: Stream, member: Member) -> AsyncGenerator[TextDelta, None]:
         """Yield the pieces of one replica. Raises: RequestError, ReplicaRefused, ReplicaLost."""
+        if stream.is_aborted:
+            for delta in stream.ends("abort", "aborted"):
+                yield delta
+            return
         stream.remote_id = f"{self._id}-{next(self._numbers)}"
         source = member.handle.generate(stream.rest(), request_id=stream.remote_id)
         try:
@@ -638,25 +674,96 @@ class FleetEngine:
 
     def _place(self, stream: Stream) -> tuple[Placed, Member]:
         """Choose a replica, and count the request there. Raises: NoReplica."""
-        candidates = [
-            member.name
-            for member in self.members.values()
-            if member.state == "up" and member.name not in stream.passed
-        ]
+        # Without another one a prefill replica does the whole of it.
+        candidates = self._candidates(stream, are_prefill=False)
+        candidates = candidates or self._candidates(stream, are_prefill=True)
         if not candidates:
             raise self._no_replica()
+        return self._place_at(stream, candidates)
+
+    def _candidates(self, stream: Stream, *, are_prefill: bool) -> list[str]:
+        return [
+            member.name
+            for member in self.members.values()
+            if member.state == "up"
+            and member.name not in stream.passed
+            and member.is_prefill == are_prefill
+        ]
+
+    def _place_at(self, stream: Stream, candidates: list[str]) -> tuple[Placed, Member]:
         request, token_ids = stream.request, stream.request.prompt_token_ids
         if request.output_token_ids or stream.token_ids:
             token_ids = (*token_ids, *request.output_token_ids, *stream.token_ids)
-        choice = self._placement.place(token_ids, request.keys, candidates)
+        choice = self._placement.place(token_ids, request.keys, candidates, session=request.session)
         member = self.members[choice.replica]
         member.counts.routed_tokens.update(choice.found_tokens)
         member.counts.routed_tokens[None] += choice.computed_tokens
         return choice, member
 
+    async def _compute_apart(self, stream: Stream, member: Member, here: Placed) -> None:
+        """Have a prefill replica compute a stream's prompt for the replica that goes on with it.
+
+        Nothing is done where that does not pay. If it fails, the prompt is computed as any other.
+        """
+        if not self._prefills_apart or stream.apart is not None or stream.has_begun:
+            return
+        request = stream.request
+        names = [] if member.is_prefill else self._candidates(stream, are_prefill=True)
+        if not names or not can_be_apart(request):
+            return
+        own = stream.apart = Stream(prompt_alone(request), f"{stream.name}, its prompt")
+        own.open_choices, own.is_aborted = {0}, stream.is_aborted
+        if not self._pays(here, member, names):
+            self.num_prefilled["here"] += 1
+            return
+        choice, other = self._place_at(own, names)
+        outcome: Outcome = "left"
+        began_s, left = time.monotonic(), None
+        other.streams.add(own)
+        try:
+            async with aclosing(self._of_replica(own, other)) as pieces:
+                async for delta in pieces:
+                    self._note_first(own, other, choice, delta)
+                    own.note(delta)
+                    left = delta.kv_transfer_params or left
+                    outcome = delta.finish_reason or outcome
+            stream.request = with_blocks(request, left)
+        except (ReplicaLost, ReplicaRefused, RequestError) as error:
+            outcome = "refused" if isinstance(error, ReplicaRefused) else "lost"
+            log.info("%s: the prompt is computed where its answer is", error)
+        finally:
+            other.streams.discard(own)
+            other.counts.outcomes[outcome] += 1
+            self._placement.note_end(choice)
+        self.num_prefilled["failed" if stream.request.remote is None else "apart"] += 1
+        if other.report is not None:
+            computing_s = choice.computed_tokens * other.report.load.compute_s_per_token
+            self._detours.note(time.monotonic() - began_s, computing_s)
+
+    def _pays(self, here: Placed, member: Member, names: Iterable[str]) -> bool:
+        """Tell whether one of these prefill replicas is to compute a prompt first."""
+        assert self._first is not None, "start() waits for the first replica"
+        block_size = self._first.block_size
+        if member.report is None or here.computed_tokens < block_size:
+            return False
+        for other in (self.members[name] for name in names):
+            if other.report is None:
+                continue
+            sent = sum(len(each.request.prompt_token_ids) for each in other.streams)
+            there = other.report.load
+            if self._detours.pays(
+                here,
+                member.report.load,
+                there,
+                queued_tokens=max(sent, there.queued_tokens),
+                block_size=block_size,
+            ):
+                return True
+        return False
+
     def _note_first(self, stream: Stream, member: Member, choice: Placed, delta: TextDelta) -> None:
         self._placement.note_first_token(choice)
-        if not stream.has_begun:
+        if not (stream.has_begun or stream.is_aborted):
             member.counts.predicted_tokens += sum(choice.found_tokens.values())
             member.counts.found_tokens += delta.num_cached_tokens
 

@@ -7,6 +7,7 @@ from typing import final
 from quire.fleet.fleet_engine import FleetEngine, Member
 from quire.fleet.fleet_status import FleetStatus, ReplicaLoad, ReplicaStatus
 from quire.fleet.placement import Load
+from quire.fleet.replica import ReplicaReport
 from quire.kv.prefix_index import Medium
 from quire.server.endpoints.answers import Json, as_json
 from quire.server.metrics.family import Figures, Kind, MetricFamily
@@ -31,8 +32,12 @@ def _of_each(figure: Callable[[Member], float | None]) -> Callable[[FleetEngine]
     return read
 
 
+def _of_report(figure: Callable[[ReplicaReport], float]) -> Callable[[FleetEngine], Figures]:
+    return _of_each(lambda own: None if own.report is None else figure(own.report))
+
+
 def _of_load(figure: Callable[[Load], float]) -> Callable[[FleetEngine], Figures]:
-    return _of_each(lambda own: None if own.report is None else figure(own.report.load))
+    return _of_report(lambda report: figure(report.load))
 
 
 def _outcomes(fleet: FleetEngine) -> Figures:
@@ -105,6 +110,14 @@ FLEET_FAMILIES = (
     ),
     _family(
         "gauge",
+        "replica_kv_cache_usage_perc",
+        "share",
+        "KV memory that sequences hold at a replica, of its ceiling, as it has reported last.",
+        _of_report(lambda report: report.kv_usage),
+        "replica",
+    ),
+    _family(
+        "gauge",
         "replica_streams",
         "requests",
         "Requests of this door that are under way at a replica.",
@@ -162,6 +175,16 @@ FLEET_FAMILIES = (
         "Streams that went on at another replica after a part of them.",
         lambda fleet: {(): fleet.num_resumed},
     ),
+    _family(
+        "counter",
+        "prefilled_prompts_total",
+        "prompts",
+        "Prompts, where there are prefill replicas, by who computed them: apart: a prefill "
+        "replica, for the one that went on; here: the one that answered; failed: it, since the "
+        "prefill replica left nothing.",
+        lambda fleet: {(what,): count for what, count in fleet.num_prefilled.items()},
+        "outcome",
+    ),
 )
 
 
@@ -187,16 +210,23 @@ def fleet_operation(fleet: FleetEngine) -> Operation:
 
     async def fleet_status(context: RequestContext) -> Json[FleetStatus]:
         """Return the state and load of each replica, and what it finds of what was predicted."""
-        return as_json(context, status_of(fleet))
+        service = context.service
+        chats = bool(service.chat.template.source)
+        return as_json(context, status_of(fleet, service.model_name, chats=chats))
 
     return Operation("/fleet", fleet_status, ("GET",), access="admin")
 
 
-def status_of(fleet: FleetEngine) -> FleetStatus:
-    """Return what ``GET /fleet`` says."""
+def status_of(fleet: FleetEngine, model: str, *, chats: bool) -> FleetStatus:
+    """Return what ``GET /fleet`` says. ``model``: its name for clients; ``chats``: it takes
+    messages.
+    """
     gaps = fleet.num_gaps
     return FleetStatus(
+        model=model,
+        chats=chats,
         num_resumed_streams=fleet.num_resumed,
+        prefilled_prompts={str(what): count for what, count in fleet.num_prefilled.items()},
         replicas=[_status(member, gaps.get(member.name, 0)) for member in fleet.members.values()],
     )
 
@@ -209,6 +239,7 @@ def _status(member: Member, num_gaps: int) -> ReplicaStatus:
             num_running=said.num_running,
             num_waiting=said.num_waiting,
             queued_tokens=said.queued_tokens,
+            kv_usage=member.report.kv_usage,
             max_num_seqs=said.max_num_seqs,
             compute_s_per_token=said.compute_s_per_token,
         )
@@ -217,6 +248,7 @@ def _status(member: Member, num_gaps: int) -> ReplicaStatus:
         name=member.name,
         state=member.state,
         why=member.why,
+        is_prefill=member.is_prefill,
         num_streams=len(member.streams),
         load=load,
         found_tokens={_PLACES[medium]: tokens for medium, tokens in found.items()},

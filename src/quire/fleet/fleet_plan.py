@@ -5,15 +5,20 @@ deployments of it.
 """
 
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Final
 
 from quire.config import EngineConfig, FleetConfig, ServerConfig
+from quire.engine.event_format import KEY_BYTES
+from quire.engine.event_publisher import read_name_key
 from quire.errors import ConfigError
 
 APP: Final = "quire"  # the application's name
+PREFILL_APP: Final = "quire-prefill"  # that of prefill replicas
 REPLICA: Final = "Replica"  # the deployments' names
+PREFILL: Final = "Prefill"
 DOOR: Final = "Door"
 BUILDER: Final = "quire.fleet.ray_serve:build"
 STORE_S: Final = 10.0  # that a replica has to store its hottest blocks once its last stream is over
@@ -39,6 +44,11 @@ class FleetPlan:
         own = self.engine_config()
         if own.kv_events_config is not None:
             raise ConfigError(f"kv_events_config: {_OWN_EVENTS}")
+        if self.fleet.prefill_replicas and own.kv_transfer_config is not None:
+            raise ConfigError(
+                f"kv_transfer_config: with prefill_replicas={self.fleet.prefill_replicas} the "
+                "fleet says by itself which replica hands blocks to which"
+            )
         if 0 < self.fleet.gpus_per_replica < own.tensor_parallel_size:
             raise ConfigError(
                 f"gpus_per_replica={self.fleet.gpus_per_replica:g} is less than "
@@ -84,6 +94,22 @@ class FleetPlan:
         """Return the options of the server in front. Raises: ConfigError."""
         return ServerConfig.from_options(**self.server)
 
+    def name_key(self) -> bytes:
+        """Return the key by which replicas name blocks of tenants and salts to their door.
+
+        It is the file's, or drawn at each call. Raises: ConfigError.
+        """
+        path = self.fleet.name_key
+        return secrets.token_bytes(KEY_BYTES) if path is None else read_name_key(path, "name_key")
+
+    def require_no_places(self, where: str) -> None:
+        """Refuse prefill replicas on a cluster. Raises: ConfigError."""
+        if self.fleet.prefill_replicas:
+            raise ConfigError(
+                f"prefill_replicas={self.fleet.prefill_replicas}: blocks go over Unix sockets of "
+                f"one machine, and {where} means several: leave it out"
+            )
+
     @property
     def graceful_shutdown_s(self) -> float:
         """Return how long Serve lets a replica that is to go live on, at most.
@@ -97,6 +123,7 @@ class FleetPlan:
 
         Raises: ConfigError for what a file cannot say.
         """
+        self.require_no_places("a Serve file")
         server = dict(self.server)
         for name in KEYS:
             if any(not str(key).startswith("@") for key in server.get(name, ())):

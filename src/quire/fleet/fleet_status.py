@@ -11,6 +11,7 @@ class ReplicaLoad(msgspec.Struct, kw_only=True):
     num_running: int
     num_waiting: int
     queued_tokens: int
+    kv_usage: float  # the share of the KV memory that sequences hold
     max_num_seqs: int
     compute_s_per_token: float
 
@@ -21,6 +22,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     name: str
     state: str
     why: str
+    is_prefill: bool  # it computes prompts for others
     num_streams: int
     load: ReplicaLoad | None
     found_tokens: dict[str, int]  # that it has found since it began: device, host, store
@@ -34,5 +36,8 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
 class FleetStatus(msgspec.Struct, kw_only=True):
     """All replicas of a fleet."""
 
+    model: str  # the name for clients
+    chats: bool  # it takes messages
     num_resumed_streams: int
+    prefilled_prompts: dict[str, int]  # by who computed them: apart, here, failed
     replicas: list[ReplicaStatus]

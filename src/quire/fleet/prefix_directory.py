@@ -7,10 +7,11 @@ tenant or a salt under the fleet's key), so it need not be known here. Two prefi
 would make a choice worse and no answer wrong, and who does not know the secret cannot find two.
 
 For each block there is one bit a replica, in each group of layers and medium. So one pass over a
-prompt's blocks answers for all replicas at once.
+prompt's blocks answers for all replicas at once. Storage that several replicas reach has a bit of
+its own: what one of them tells of it counts for all.
 
-What a replica tells is believed of itself alone, and only so much of it is kept. Methods may be
-called from several threads.
+What a replica tells is believed of itself and of its storage alone, and only so much of it is kept.
+Methods may be called from several threads.
 """
 
 import secrets
@@ -41,13 +42,14 @@ from quire.kv.prefix_index import SECRETS, TOKEN_BYTES, Extra, Medium, chained_h
 from quire.spec import Group, KeptWhole
 
 MEDIA: Final[tuple[Medium, ...]] = get_args(Medium)  # the nearest first
-MAX_REPLICAS: Final = 64  # a bit of a word each
+MAX_REPLICAS: Final = 64  # a bit of a word each, as each store that some of them share
 DEFAULT_MAX_BLOCKS: Final = 2**21
 
 PromptTokens: TypeAlias = Sequence[int] | TokenIds  # an array (i32[n]) spares its conversion
 Column: TypeAlias = tuple[int, Medium]  # a group of layers, and where a block of it lies
 
 _POOL: Final[Medium] = "GPU"
+_STORE: Final[Medium] = "STORAGE"  # what several replicas may reach
 _ALL, _NONE = np.uint64(2**64 - 1), np.uint64(0)
 _FIRST_ROWS: Final = 64
 _GROWTH: Final = 1.25
@@ -59,11 +61,16 @@ _KEPT_FRACTION: Final = 7 / 8  # of a replica's limit, once it is passed
 
 @dataclass(slots=True)
 class _Holder:
-    """One replica: its bit, and the rows of the blocks that it has, by their names in events."""
+    """A replica or a store: its bit, and the rows of its blocks, by their names in events."""
 
-    place: int  # of its bit
     bit: np.uint64
+    place: int = field(init=False)  # of the bit
     names: KeyTable = field(default_factory=lambda: KeyTable(has_stamps=True))
+    store: "_Holder | None" = None  # of a replica: what has its blocks in storage
+    sharers: np.uint64 = _NONE  # of a store: the bits of replicas that reach it
+
+    def __post_init__(self) -> None:
+        self.place = int(self.bit).bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +89,8 @@ class PrefixDirectory:
     """Blocks of ``block_size`` tokens in ``groups`` of layers, and the replicas that have them.
 
     ``key``: of names whose chain has a tenant or a salt, the replicas' own; None: such prompts are
-    not found. ``shared``: media that all replicas reach, so that what one has all have.
-    ``max_blocks``: names that are kept of one replica; beyond them the oldest go.
+    not found. ``max_blocks``: names that are kept of one replica, or of a store that several share;
+    beyond them the oldest go.
     """
 
     def __init__(
@@ -92,7 +99,6 @@ class PrefixDirectory:
         block_size: int,
         *,
         key: bytes | None = None,
-        shared: Iterable[Medium] = (),
         max_blocks: int = DEFAULT_MAX_BLOCKS,
     ) -> None:
         self.block_size = block_size
@@ -105,11 +111,12 @@ class PrefixDirectory:
             for number, group in enumerate(self._groups)
             if not isinstance(group.spec, KeptWhole) and not group.live_start(2**40)
         ]
-        self._shared, self._max_blocks = frozenset(shared), max_blocks
+        self._max_blocks = max_blocks
         self._prefix_hash = _PrefixHash()
         self._lock = threading.Lock()
         self._holders: dict[str, _Holder] = {}
-        self._free_places = list(reversed(range(MAX_REPLICAS)))
+        self._stores: dict[str, _Holder] = {}
+        self._free_bits = [np.uint64(1 << n) for n in reversed(range(MAX_REPLICAS))]
         self._stamp = 0
         self._rows = KeyTable()  # of prefix hashes
         # By row.
@@ -128,7 +135,8 @@ class PrefixDirectory:
     def num_bytes(self) -> int:
         columns = sum(bits.nbytes for bits in self._bits.values())
         rows = self._hashes.nbytes + self._depths.nbytes + self._free_rows.nbytes
-        tables = (self._rows, *(each.names for each in self._holders.values()))
+        holders = (*self._holders.values(), *self._stores.values())
+        tables = (self._rows, *(each.names for each in holders))
         return columns + rows + sum(each.num_bytes for each in tables)
 
     def num_blocks(self, replica: str) -> int:
@@ -259,16 +267,27 @@ class PrefixDirectory:
         """Return the bits of rows (i64[n]) in a column: u64[n]."""
         there = self._bits[column][rows]
         there[rows == NOT_THERE] = _NONE
-        if column[1] in self._shared:
-            there[there != 0] = _ALL
+        if column[1] == _STORE:
+            for store in self._stores.values():
+                there[(there & store.bit) != 0] |= store.sharers
         return there
 
     # -- being told ------------------------------------------------------------------------------
 
-    def add(self, replica: str) -> None:
-        """Make room for a replica, unless it has some. Raises: ConfigError for one too many."""
+    def add(self, replica: str, store: str | None = None) -> None:
+        """Make room for a replica, unless it has some.
+
+        ``store``: what its blocks in storage lie in, if other replicas may have the same; it is
+        kept when they have gone. Raises: ConfigError for one replica or store too many.
+        """
         with self._lock:
-            self._holder(replica)
+            holder = self._holder(replica)
+            if store is None or holder.store is not None:
+                return
+            if store not in self._stores:
+                self._stores[store] = _Holder(self._take_bit(f"store {store!r}"))
+            holder.store = self._stores[store]
+            holder.store.sharers |= holder.bit
 
     def apply(self, replica: str, events: Iterable[WireEvent]) -> None:
         """Take a replica's events, in the order in which it sent them.
@@ -286,25 +305,43 @@ class PrefixDirectory:
                 elif kind is ClearedBlocks:
                     self._take_away(holder, *holder.names.items(), _in_pool)
 
-    def forget(self, replica: str) -> None:
-        """Forget all that a replica has, and the replica."""
+    def clear(self, replica: str) -> None:
+        """Forget all that a replica has told of itself."""
         with self._lock:
-            holder = self._holders.pop(replica, None)
-            if holder is not None:
+            if (holder := self._holders.get(replica)) is not None:
                 self._take_away(holder, *holder.names.items(), _everywhere)
-                self._free_places.append(holder.place)
+
+    def forget(self, replica: str) -> None:
+        """Forget all that a replica has told of itself, and the replica."""
+        with self._lock:
+            if (holder := self._holders.pop(replica, None)) is not None:
+                self._take_away(holder, *holder.names.items(), _everywhere)
+                self._free_bits.append(holder.bit)
+                if holder.store is not None:
+                    holder.store.sharers &= ~holder.bit
 
     def _holder(self, replica: str) -> _Holder:
         holder = self._holders.get(replica)
         if holder is None:
-            if not self._free_places:
-                raise ConfigError(
-                    f"replica {replica!r} is one too many: placement by prefixes knows "
-                    f"{MAX_REPLICAS} at most; use least-loaded for more"
-                )
-            place = self._free_places.pop()
-            holder = self._holders[replica] = _Holder(place, np.uint64(1 << place))
+            bit = self._take_bit(f"replica {replica!r}")
+            holder = self._holders[replica] = _Holder(bit)
         return holder
+
+    def _take_bit(self, what: str) -> np.uint64:
+        """Return a bit that is free, or that of a store that is no replica's. Raises: ConfigError
+        for ``what`` if there is none.
+        """
+        if not self._free_bits:
+            unused = next((name for name, own in self._stores.items() if not own.sharers), None)
+            if unused is None:
+                raise ConfigError(
+                    f"{what} is one too many: placement by prefixes knows {MAX_REPLICAS} replicas "
+                    "and shared stores at most; use least-loaded for more"
+                )
+            store = self._stores.pop(unused)
+            self._take_away(store, *store.names.items(), _everywhere)
+            self._free_bits.append(store.bit)
+        return self._free_bits.pop()
 
     def _store(self, holder: _Holder, events: Iterable[StoredBlocks]) -> None:
         """Store blocks, as many events at once as do not follow each other."""
@@ -317,15 +354,16 @@ class PrefixDirectory:
                 self.num_ignored += len(event.block_hashes)
                 continue
             if blocks.parent in names or len(names) > self._max_blocks:
-                self._enter(holder, together)
+                self._enter_all(holder, together)
                 together, names = [], set()
             together.append(blocks)
             names.update(event.block_hashes)  # type: ignore[arg-type]
-        self._enter(holder, together)
-        if len(holder.names) > self._max_blocks:
-            oldest = holder.names.oldest(len(holder.names) - int(_KEPT_FRACTION * self._max_blocks))
-            self.num_evicted += len(oldest)
-            self._take_away(holder, oldest, holder.names.find(oldest), _everywhere)
+        self._enter_all(holder, together)
+        for own in filter(None, (holder, holder.store)):
+            if len(own.names) > self._max_blocks:
+                oldest = own.names.oldest(len(own.names) - int(_KEPT_FRACTION * self._max_blocks))
+                self.num_evicted += len(oldest)
+                self._take_away(own, oldest, own.names.find(oldest), _everywhere)
 
     def _checked(self, event: StoredBlocks) -> _Chain | None:
         """Return the blocks of an event, or None if it makes no sense here."""
@@ -356,9 +394,21 @@ class PrefixDirectory:
                     return group, known
         return None
 
-    def _enter(self, holder: _Holder, chains: list[_Chain]) -> None:
-        """Give a replica the blocks of chains whose parents it has."""
-        above = holder.names.find(_names_or_zero([each.parent for each in chains]))
+    def _enter_all(self, holder: _Holder, chains: list[_Chain]) -> None:
+        """Give a replica and its store their blocks of chains whose parents one of them has."""
+        store = holder.store
+        if store is None:
+            self._enter(holder, chains, None)
+            return
+        self._enter(holder, [each for each in chains if each.column[1] != _STORE], store)
+        self._enter(store, [each for each in chains if each.column[1] == _STORE], holder)
+
+    def _enter(self, holder: _Holder, chains: list[_Chain], other: _Holder | None) -> None:
+        """Give a holder the blocks of chains whose parents it has, or the other one."""
+        parents = _names_or_zero([each.parent for each in chains])
+        above = holder.names.find(parents)
+        if other is not None:
+            above = np.where(above < 0, other.names.find(parents), above)
         orphans = [
             number
             for number, (each, row) in enumerate(zip(chains, above.tolist(), strict=True))
@@ -448,9 +498,10 @@ class PrefixDirectory:
                 by_column.setdefault(column, []).append(names)
         for column, several in by_column.items():
             names = np.unique(np.concatenate(several))
-            rows = holder.names.find(names)
+            owner = holder.store if holder.store and column[1] == _STORE else holder
+            rows = owner.names.find(names)
             there = rows >= 0
-            self._take_away(holder, names[there], rows[there], column.__eq__)
+            self._take_away(owner, names[there], rows[there], column.__eq__)
 
     def _take_away(
         self, holder: _Holder, names: Keys, rows: Numbers, where: Callable[[Column], bool]
@@ -520,7 +571,10 @@ class PrefixDirectory:
             everyone |= bits
         assert (everyone[used] != 0).all(), "a row that no replica has"
         assert np.count_nonzero(everyone) == len(used), "a replica has a free row"
-        for holder in self._holders.values():
+        for store in self._stores.values():
+            sharers = [int(own.bit) for own in self._holders.values() if own.store is store]
+            assert int(store.sharers) == sum(sharers), "a store is shared by others"
+        for holder in (*self._holders.values(), *self._stores.values()):
             holder.names.check()
             _, rows = holder.names.items()
             own = np.flatnonzero(everyone & holder.bit)

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, final
 
 from quire.config import (
@@ -29,7 +30,8 @@ from quire.config import (
 )
 from quire.config.keys import is_loopback
 from quire.errors import ConfigError, QuireError, one_line
-from quire.fleet.fleet_plan import APP, DOOR, REPLICA, STORE_S, FleetPlan
+from quire.fleet.fleet_plan import APP, DOOR, PREFILL, PREFILL_APP, REPLICA, STORE_S, FleetPlan
+from quire.fleet.prefill import PrefillPlaces
 from quire.fleet.scaling import BUSY, QUEUED_S, wanted_replicas
 
 RAY_VERSION: Final = "2.60"  # its routers are alpha: another minor version may differ
@@ -149,17 +151,27 @@ class FollowWork:
 # -- what is deployed ------------------------------------------------------------------------------
 
 
-def replicas(plan: FleetPlan, *, num_cpus: float, generation: int = 0) -> Any:
+def replicas(
+    plan: FleetPlan,
+    name_key: bytes,
+    *,
+    num_cpus: float,
+    generation: int = 0,
+    places: PrefillPlaces | None = None,
+    are_prefill: bool = False,
+) -> Any:
     """Return the deployment of a plan's engines, bound to its arguments.
 
-    Another ``generation`` has Serve replace the replicas that there are. Raises: ConfigError.
+    ``name_key``: by which they name blocks of tenants and salts, the door's, too. Another
+    ``generation`` has Serve replace the replicas that there are. ``places``: where prefill replicas
+    give blocks away; ``are_prefill``: they are these. Raises: ConfigError.
     """
     fleet, own = plan.fleet, plan.engine_config()
     grace_s = plan.graceful_shutdown_s
     num_requests = own.max_num_seqs + plan.server_config().max_num_queued_reqs
     threads = str(max(1, int(num_cpus)))
     options: dict[str, Any] = {
-        "name": REPLICA,
+        "name": PREFILL if are_prefill else REPLICA,
         "max_ongoing_requests": num_requests + _MORE_CALLS,
         "graceful_shutdown_timeout_s": grace_s,
         "graceful_shutdown_wait_loop_s": 0.5,
@@ -174,7 +186,9 @@ def replicas(plan: FleetPlan, *, num_cpus: float, generation: int = 0) -> Any:
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}},
         },
     }
-    if fleet.scales:
+    if are_prefill:
+        options["num_replicas"] = fleet.prefill_replicas
+    elif fleet.scales:
         options["autoscaling_config"] = AutoscalingConfig(
             min_replicas=fleet.fewest,
             max_replicas=fleet.most,
@@ -192,8 +206,10 @@ def replicas(plan: FleetPlan, *, num_cpus: float, generation: int = 0) -> Any:
         plan.model,
         dict(plan.engine),
         generation=generation,
-        publishes=fleet.placement != "least-loaded",
+        name_key=name_key if fleet.placement != "least-loaded" else None,
         shutdown_s=plan.server_config().shutdown_timeout,
+        places=places,
+        is_prefill=are_prefill,
     )
 
 
@@ -212,9 +228,12 @@ class ServedReplica:
         engine: Mapping[str, Any],
         *,
         generation: int,
-        publishes: bool,
+        name_key: bytes | None,
         shutdown_s: float,
+        places: PrefillPlaces | None = None,
+        is_prefill: bool = False,
     ) -> None:
+        """``name_key``: by which it names blocks in events; None: it publishes none."""
         self.name = serve.get_replica_context().replica_id.unique_id
         self._node = ray.util.get_node_ip_address()
         self._shutdown_s = shutdown_s
@@ -227,7 +246,12 @@ class ServedReplica:
         from quire.fleet.replica import LocalReplica
 
         _log_beside_serve()
-        own = {**engine, "kv_events_config": self._events()} if publishes else dict(engine)
+        own = dict(engine)
+        if name_key is not None:
+            own["kv_events_config"] = self._events(name_key)
+        if places is not None:
+            # The place is this process's until its end.
+            own["kv_transfer_config"] = places.take()[0] if is_prefill else places.of_decoder()
         try:
             llm = AsyncLLM(model, **own)
         except QuireError as error:
@@ -235,13 +259,14 @@ class ServedReplica:
             raise RuntimeError(f"{_REFUSED}{error}{advice}") from error
         self._llm, self._local = llm, LocalReplica(self.name, llm)
 
-    def _events(self) -> KVEventsConfig:
+    def _events(self, name_key: bytes) -> KVEventsConfig:
         """Return where events are published: free ports, on loopback where the door is too."""
         host = "127.0.0.1" if is_loopback(self._node) else "*"
         return KVEventsConfig(
             enable_kv_cache_events=True,
             endpoint=f"tcp://{host}:0",
             replay_endpoint=f"tcp://{host}:0",
+            name_key=name_key,
         )
 
     # -- asked by Serve ----------------------------------------------------------------------------
@@ -611,6 +636,23 @@ class RayReplicas:
             self._left(replica)
 
 
+@final
+class SeveralDeployments:
+    """The replicas of several deployments, as one membership."""
+
+    def __init__(
+        self,
+        handles: Iterable[Any],
+        joined: Callable[[RayReplica], None],
+        left: Callable[[RayReplica], None],
+    ) -> None:
+        self._each = [RayReplicas(handle, joined, left) for handle in handles]
+
+    async def open(self) -> "ReplicaFacts":
+        """Make Serve's routers begin to tell, and return the facts of the first replica."""
+        return (await asyncio.gather(*(each.open() for each in self._each)))[0]
+
+
 # -- the process that starts a fleet ---------------------------------------------------------------
 
 
@@ -618,22 +660,45 @@ class RayReplicas:
 class StartedFleet:
     """A fleet's replicas, as the process that has started them has them."""
 
-    def __init__(self, plan: FleetPlan, *, num_cpus: float, stops_ray: bool) -> None:
-        self._plan, self._num_cpus = plan, num_cpus
+    def __init__(
+        self, plan: FleetPlan, name_key: bytes, *, num_cpus: float, stops_ray: bool
+    ) -> None:
+        """``name_key``: of all its replicas, as ``FleetPlan.name_key`` says."""
+        self._plan, self.name_key, self._num_cpus = plan, name_key, num_cpus
         self._stops_ray = stops_ray  # it was started for this fleet
         self._generation = 0
         self._is_closed = False
+        self._folder: TemporaryDirectory[str] | None = None
+        self._places: PrefillPlaces | None = None
+        if num_prefill := plan.fleet.prefill_replicas:
+            self._folder = TemporaryDirectory(prefix="quire-fleet-")  # no other user's
+            self._places = PrefillPlaces.made(self._folder.name, num_prefill)
 
-    @property
-    def handle(self) -> Any:
-        """Return Serve's handle of the replicas."""
-        return serve.get_deployment_handle(REPLICA, APP)
+    def members(
+        self, joined: Callable[[RayReplica], None], left: Callable[[RayReplica], None]
+    ) -> SeveralDeployments:
+        """Return who is in the fleet, for a door."""
+        names = [(REPLICA, APP)]
+        if self._places is not None:
+            names.append((PREFILL, PREFILL_APP))
+        handles = [serve.get_deployment_handle(*each) for each in names]
+        return SeveralDeployments(handles, joined, left)
 
     def deploy(self) -> None:
         """Have Serve start the replicas, and return at once."""
-        deployment = replicas(self._plan, num_cpus=self._num_cpus, generation=self._generation)
+        deployed = partial(
+            replicas,
+            self._plan,
+            self.name_key,
+            num_cpus=self._num_cpus,
+            generation=self._generation,
+            places=self._places,
+        )
+        apps = {APP: deployed()}
+        if self._places is not None:
+            apps[PREFILL_APP] = deployed(are_prefill=True)
         serve.run_many(
-            [serve.RunTarget(deployment, name=APP, route_prefix=None)],
+            [serve.RunTarget(each, name=name, route_prefix=None) for name, each in apps.items()],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
@@ -650,9 +715,13 @@ class StartedFleet:
         self._is_closed = True
         with suppress(RayError, RayServeException, RuntimeError, TimeoutError):
             serve.delete(APP)
+            if self._places is not None:
+                serve.delete(PREFILL_APP)
             if self._stops_ray:
                 serve.shutdown()
         ray.shutdown()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def start_fleet(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> StartedFleet:
@@ -661,7 +730,9 @@ def start_fleet(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> Start
     ``tell`` is called with the number of replicas that are ready, that of all, and what is being
     waited for. Raises: ConfigError with the reason for which no replica can be started.
     """
-    address = ray_address()
+    address, name_key = ray_address(), plan.name_key()
+    if address is not None:
+        plan.require_no_places(f"RAY_ADDRESS={address}")
     with _own_signals():
         try:
             if address is None:
@@ -695,8 +766,9 @@ def start_fleet(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> Start
         has["CPU"] = cores
     num_cpus = plan.fleet.cpus_per_replica
     if num_cpus is None:
-        num_cpus = 1 if address else max(1, int(has["CPU"]) // plan.fleet.most)
-    fleet = StartedFleet(plan, num_cpus=num_cpus, stops_ray=address is None)
+        most = plan.fleet.most + plan.fleet.prefill_replicas
+        num_cpus = 1 if address else max(1, int(has["CPU"]) // most)
+    fleet = StartedFleet(plan, name_key, num_cpus=num_cpus, stops_ray=address is None)
     try:
         _require_room(plan, num_cpus, has)
         serve.start(proxy_location="Disabled")
@@ -710,7 +782,7 @@ def start_fleet(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> Start
 
 def _require_room(plan: FleetPlan, num_cpus: float, has: Mapping[str, float]) -> None:
     """Refuse what this machine or the cluster can never hold. Raises: ConfigError."""
-    count = plan.fleet.replicas
+    count = plan.fleet.replicas + plan.fleet.prefill_replicas
     for name, flag, each in (
         ("CPU", "--cpus-per-replica", num_cpus),
         ("GPU", "--gpus-per-replica", plan.fleet.gpus_per_replica),
@@ -724,20 +796,26 @@ def _require_room(plan: FleetPlan, num_cpus: float, has: Mapping[str, float]) ->
 
 def _until_ready(plan: FleetPlan, tell: Callable[[int, int, str], None]) -> None:
     """Wait until all replicas are ready. Raises: ConfigError if they cannot be."""
+    deployments = {APP: REPLICA}
+    if plan.fleet.prefill_replicas:
+        deployments[PREFILL_APP] = PREFILL
+    count = plan.fleet.replicas + plan.fleet.prefill_replicas
     while True:
-        app = serve.status().applications.get(APP)
-        deployment = None if app is None else app.deployments.get(REPLICA)
-        if app is not None and deployment is not None:
-            ready = deployment.replica_states.get("RUNNING", 0)
-            said = deployment.message
+        apps, ready, waits_for = serve.status().applications, 0, ""
+        for name, deployment_name in deployments.items():
+            app = apps.get(name)
+            deployment = None if app is None else app.deployments.get(deployment_name)
+            said = "" if deployment is None else deployment.message
             # A reason of ours holds for each further try, too.
-            if app.status == "DEPLOY_FAILED" or _REFUSED in said:
+            if app is not None and (app.status == "DEPLOY_FAILED" or _REFUSED in said):
                 raise ConfigError(f"no replica can be started: {_reason(said or app.message)}")
-            tell(ready, plan.fleet.replicas, said)
-            if app.status == "RUNNING":
-                return
-        elif app is not None and app.status == "DEPLOY_FAILED":
-            raise ConfigError(f"no replica can be started: {_reason(app.message)}")
+            if deployment is not None:
+                ready += deployment.replica_states.get("RUNNING", 0)
+                waits_for = waits_for or said
+        if any(name in apps for name in deployments):
+            tell(ready, count, waits_for)
+        if all(name in apps and apps[name].status == "RUNNING" for name in deployments):
+            return
         time.sleep(_POLL_S)
 
 
@@ -770,14 +848,15 @@ def build(args: Mapping[str, Any]) -> Any:
     ``args`` are the file's, as ``quire fleet --print-config`` writes it. Raises: ConfigError.
     """
     plan = FleetPlan.from_args(args)
-    config = plan.server_config()
+    plan.require_no_places("a Serve file")
+    config, name_key = plan.server_config(), plan.name_key()
     door = serve.deployment(
         name=DOOR,
         max_ongoing_requests=_MOST_REQUESTS,  # it refuses by itself what is too much
         graceful_shutdown_timeout_s=config.shutdown_timeout,
         ray_actor_options={"num_cpus": 1},
-    )(serve.ingress(DoorApp(plan.fleet, config))(Door))
-    return door.bind(replicas(plan, num_cpus=plan.fleet.cpus_per_replica or 1))
+    )(serve.ingress(DoorApp(plan.fleet, config, name_key))(Door))
+    return door.bind(replicas(plan, name_key, num_cpus=plan.fleet.cpus_per_replica or 1))
 
 
 class Door:
@@ -791,8 +870,8 @@ class Door:
 class DoorApp:
     """The door as an ASGI app that Serve sends to a process, where it opens."""
 
-    def __init__(self, fleet: FleetConfig, config: ServerConfig) -> None:
-        self._fleet, self._config = fleet, config
+    def __init__(self, fleet: FleetConfig, config: ServerConfig, name_key: bytes) -> None:
+        self._fleet, self._config, self._name_key = fleet, config, name_key
         self._app: Any = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -806,7 +885,12 @@ class DoorApp:
         await receive()
         engines = serve.get_deployment_handle(REPLICA, serve.get_replica_context().app_name)
         async with (
-            open_door(self._fleet, self._config, partial(RayReplicas, engines)) as (app, _),
+            open_door(
+                self._fleet,
+                self._config,
+                partial(RayReplicas, engines),
+                name_key=self._name_key,
+            ) as (app, _),
             app.router.lifespan_context(app),
         ):
             self._app = app

@@ -6,9 +6,11 @@ the replica's engine makes again.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from math import isfinite
 from typing import Protocol, final
 
@@ -19,8 +21,11 @@ from quire.engine.request_maker import ModelFacts
 from quire.engine.sequence import Request, Sequence
 from quire.errors import QuireError, RequestError
 from quire.fleet.placement import Load
+from quire.kv.interface import found_block_size
 from quire.kv.prefix_index import Medium
 from quire.spec import Group
+from quire.tiers import TierAddress
+from quire.tiers.files import folder_of
 from quire.tiers.fingerprint import Fingerprint
 
 # -- what a replica says ---------------------------------------------------------------------------
@@ -41,6 +46,9 @@ class EventEndpoints:
     endpoint: str
     replay_endpoint: str | None
     topic: str = ""
+    # What tells the place of its copies in storage from others, of other replicas or none; None:
+    # no other replica reaches it.
+    store: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +61,7 @@ class ReplicaFacts:
     groups: tuple[Group, ...]  # of layers, as its events number them
     block_size: int  # tokens
     events: EventEndpoints | None = None  # None: it publishes none
+    is_prefill: bool = False  # it leaves the blocks of prompts for others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +72,7 @@ class ReplicaReport:
     takes_requests: bool = True  # False while it drains or sleeps
     # Prompt tokens that it has found since it began, by where they were.
     found_tokens: Mapping[Medium, int] = field(default_factory=dict)
+    kv_usage: float = 0.0  # the share of its KV memory that sequences hold
 
 
 # -- the protocol ----------------------------------------------------------------------------------
@@ -170,6 +180,7 @@ class LocalReplica:
             load=load,
             takes_requests=not (self._drains or self._llm.is_sleeping),
             found_tokens=found_tokens_of(self._llm.llm),
+            kv_usage=kv_usage_of(self._llm.llm),
         )
 
     async def begin_drain(self) -> None:
@@ -198,18 +209,48 @@ class LocalReplica:
 def facts_of(llm: LLM) -> ReplicaFacts:
     """Return the facts of an engine. Its weights are hashed, if they have not been."""
     events, config = llm.kv_events, llm.config.kv_events_config
-    endpoints = None
+    transfer, endpoints = llm.config.kv_transfer_config, None
     if events is not None and config is not None:
         endpoints = EventEndpoints(
-            endpoint=events.endpoint, replay_endpoint=events.replay_endpoint, topic=config.topic
+            endpoint=events.endpoint,
+            replay_endpoint=events.replay_endpoint,
+            topic=config.topic,
+            store=_store_of(llm),
         )
     return ReplicaFacts(
         model=llm.facts,
         fingerprint=llm.fingerprint(),
         groups=tuple(llm.accounting.groups),
-        block_size=llm.config.block_size,
+        block_size=found_block_size(llm.accounting, llm.config.block_size),
         events=endpoints,
+        is_prefill=transfer is not None and transfer.gives and not transfer.takes,
     )
+
+
+def _store_of(llm: LLM) -> str | None:
+    """Return what tells the places where an engine keeps records in storage from those of others;
+    None if it has none, or one that no other engine reaches: events do not say which of several.
+    """
+    places = []
+    reports = () if llm.tiers is None else llm.tiers.tiers
+    for address, report in zip(llm.config.tiers, reports, strict=False):  # behind them: peers
+        if report.medium != "STORAGE":
+            continue
+        place = _place_of(address, is_shared=report.is_shared)
+        if place is None:
+            return None
+        places.append(place)
+    return " and ".join(places) or None
+
+
+def _place_of(address: TierAddress, *, is_shared: bool) -> str | None:
+    if is_shared:
+        whole = blake2b(f"{address.url.geturl()}".encode(), digest_size=8)  # may hold a password
+        return f"{address} {whole.hexdigest()}"
+    if address.kind == "file":
+        found = folder_of(address).stat()
+        return f"{address.kind} on {os.uname().nodename}, {found.st_dev}:{found.st_ino}"
+    return None
 
 
 def load_of(llm: LLM, sequences: list[Sequence]) -> Load:
@@ -254,3 +295,9 @@ def found_tokens_of(llm: LLM) -> dict[Medium, int]:
         found[tier.medium] = found.get(tier.medium, 0) + tier.hit_tokens
     on_device = llm.statistics.prefix_hit_tokens - sum(found.values())
     return {"GPU": max(0, on_device), **found}
+
+
+def kv_usage_of(llm: LLM) -> float:
+    """Return the share of the KV memory that sequences hold. What is only cached is free."""
+    usage, ceiling_bytes = llm.usage(wait=False), llm.elastic.ceiling_bytes
+    return (usage.committed_bytes - usage.cached_bytes) / ceiling_bytes if ceiling_bytes else 0.0

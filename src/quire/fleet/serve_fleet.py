@@ -12,7 +12,7 @@ from functools import partial
 
 from quire.config import ServerConfig, ray_address
 from quire.fleet.fleet_plan import FleetPlan
-from quire.fleet.ray_serve import RayReplicas, StartedFleet
+from quire.fleet.ray_serve import StartedFleet
 from quire.server.listen import Listeners
 from quire.server.run import frozen_objects, prepared
 from quire.server.stop import StopSignals
@@ -25,6 +25,7 @@ class FleetStartUp:
     url: str
     model: str  # the name for clients
     num_replicas: int
+    num_prefill: int  # of further ones, that compute prompts for them
     placement: str
     max_model_len: int
     num_keys: int
@@ -66,7 +67,7 @@ async def _serve(
     from quire.server.loop import drain, open_server
 
     async with (
-        open_door(plan.fleet, config, partial(RayReplicas, started.handle)) as (app, engine),
+        open_door(plan.fleet, config, started.members, name_key=started.name_key) as (app, engine),
         open_server(app, config, listeners, signals) as server,
     ):
         announce(
@@ -74,6 +75,7 @@ async def _serve(
                 url=listeners.url,
                 model=app.state.service.model_name,
                 num_replicas=plan.fleet.replicas,
+                num_prefill=plan.fleet.prefill_replicas,
                 placement=plan.fleet.placement,
                 max_model_len=engine.facts.max_model_len,
                 num_keys=len(set(config.api_key)),

@@ -542,6 +542,14 @@ class ExternalBlocks(Accounting, Protocol):
         ...
 
 
+def found_block_size(accounting: Accounting, otherwise: int) -> int:
+    """Return the tokens of a block that other sequences find, or ``otherwise`` where none is found.
+
+    It is the option's, or as much more as fills whole pages.
+    """
+    return accounting.index.block_size if isinstance(accounting, ExternalBlocks) else otherwise
+
+
 @runtime_checkable
 class BlockBytes(Protocol):
     """What storage does besides where whole blocks can be copied out and in."""

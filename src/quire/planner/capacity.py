@@ -14,6 +14,7 @@ import numpy as np
 from quire.config import EngineConfig
 from quire.engine.kv_sizing import cache_sizes, kv_needs, ledger_for, stored_spec
 from quire.kv import STRATEGIES, CacheConfig, Commit, Fits, build_accounting
+from quire.kv.interface import found_block_size
 from quire.kv.page_tables import page_table_bytes
 from quire.memory.budget import BUDGETS, Footprint, Ledger, Needs
 from quire.memory.machine import Machine
@@ -326,7 +327,10 @@ def tiers_of(found: CapacityPlan, table: TierTable | None = None) -> tuple[Plann
         source_tokens=found.subject.spec.source_tokens,
     )
     return planned_tiers(
-        config, accounting.groups, block_size=accounting.block_size(0), table=table
+        config,
+        accounting.groups,
+        block_size=found_block_size(accounting, config.block_size),
+        table=table,
     )
 
 

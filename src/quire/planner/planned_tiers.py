@@ -16,6 +16,7 @@ from quire.kv.interface import ExternalBlocks
 from quire.planner.kept_records import InTwoQueues, KeptRecords, LastUsed
 from quire.spec import Group, KeptWhole
 from quire.tiers import TierAddress
+from quire.tiers.address import tier_names
 from quire.tiers.files import DEFAULT_SIZE_BYTES
 from quire.tiers.host_memory import piece_bytes
 from quire.tiers.record import Checksums, Part, RecordFormat
@@ -241,12 +242,10 @@ def planned_tiers(
     """
     several = record_bytes(groups, block_size)
     table = table or TierTable()
-    found = list[PlannedTier]()
-    for address in config.tiers:
-        alike = sum(str(other) == str(address) for other in config.tiers[: len(found)])
-        name = str(address).removesuffix(":") + f" ({alike + 1})" * bool(alike)  # as an engine's
-        found.append(_planned(address, name, several, block_size, table))
-    return tuple(found)
+    return tuple(
+        _planned(address, name, several, block_size, table)
+        for address, name in zip(config.tiers, tier_names(config.tiers), strict=True)
+    )
 
 
 def _planned(

@@ -43,6 +43,10 @@ class Caller:
         salt = _digest(cache_salt.encode()).hex() if cache_salt else ""
         return PrefixKeys(tenant=self.salt, salt=salt)
 
+    def session(self, name: str) -> str:
+        """Return what stands for the caller's name of a conversation, and for no other caller's."""
+        return _digest(f"{self.salt}\0{name}".encode(errors="surrogatepass")).hex()
+
 
 UNKNOWN = Caller(number=0, salt="")
 

@@ -1,7 +1,7 @@
 """``TierAddress``: what ``--kv-tier`` says: which kind of tier, where, and its options."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
@@ -68,6 +68,15 @@ class TierAddress:
             return parse(self.options[name])
         except ValueError as error:
             raise ConfigError(f"{_OPTION}={self}: {name}={self.options[name]!r}: {error}") from None
+
+
+def tier_names(addresses: Sequence[TierAddress]) -> list[str]:
+    """Return what logs and metrics call each tier: ``memory``, ``file:/a``, ``file:/a (2)``."""
+    names = list[str]()
+    for at, address in enumerate(addresses):
+        alike = sum(str(other) == str(address) for other in addresses[:at])
+        names.append(str(address).removesuffix(":") + f" ({alike + 1})" * bool(alike))
+    return names
 
 
 def parse_age(text: str) -> float:

@@ -58,9 +58,8 @@ def make_file_tier(address: TierAddress, largest_bytes: int, namespace: str) -> 
     if address.url.netloc not in ("", "localhost") or not address.url.path:
         raise ConfigError(f"kv_tier={address}: needs a folder of this machine: file:PATH")
     size_bytes = address.option("size", parse_bytes, DEFAULT_SIZE_BYTES)
-    path = Path(unquote(address.url.path)).absolute()
     tier = FileTier(
-        path,
+        folder_of(address),
         namespace,
         size_bytes=size_bytes,
         age_s=address.option("age", parse_age, None),
@@ -73,6 +72,11 @@ def make_file_tier(address: TierAddress, largest_bytes: int, namespace: str) -> 
             f"{format_bytes(largest_bytes)}"
         )
     return tier
+
+
+def folder_of(address: TierAddress) -> Path:
+    """Return the folder that an address names."""
+    return Path(unquote(address.url.path)).absolute()
 
 
 @final

@@ -89,16 +89,24 @@ class Fingerprint:
         fields: dict[str, Field] = json.loads(self.description)
         return fields
 
+    @property
+    def leaves(self) -> dict[str, str]:
+        """Return each value as JSON, by the names that lead to it: ``config.hidden_size``.
+
+        A list without fields in it is one value. All is ASCII.
+        """
+        return dict(_leaves(self.fields))
+
     def difference(self, other: "Fingerprint", most: int = MOST_DIFFERENCES) -> list[str]:
         """Say which fields of ``other`` differ from this one's, one a line.
 
         Returns: at most ``most`` lines, those of whole fields first, and one that counts the rest;
         none for equal fields. They are printable ASCII, whatever ``other`` holds.
         """
-        here, there = dict(_leaves(self.fields)), dict(_leaves(other.fields))
+        here, there = self.leaves, other.leaves
         several = sorted(
             (path for path in here.keys() | there.keys() if here.get(path) != there.get(path)),
-            key=lambda path: (_INNER.search(path) is not None, path),
+            key=lambda path: (is_inner(path), path),
         )
         lines = []
         for path in several[:most]:
@@ -107,6 +115,11 @@ class Fingerprint:
         if len(several) > most:
             lines.append(f"and {len(several) - most:,} more")
         return lines
+
+
+def is_inner(path: str) -> bool:
+    """Tell whether a path leads to a field within a field."""
+    return _INNER.search(path) is not None
 
 
 def _canonical(value: Field) -> str:

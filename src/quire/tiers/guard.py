@@ -4,15 +4,17 @@ That goes for errors which no tier should raise, too: a tier may be of another p
 may run out within any.
 
 A tier that raises errors is left alone for one second, then for two, and so on up to a minute:
-reads and writes apart. A tier that has given two bad records of a thousand is *suspect*: nothing is
-loaded from it until an administrator trusts it again.
+loading, storing and forgetting apart. One that answers too late for a caller is not at fault, since
+the caller may have had little time: it is left alone when several have waited in vain, for a second
+in all. A tier that has given two bad records of a thousand is *suspect*: nothing is loaded from it
+until an administrator trusts it again.
 """
 
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, final, get_args
 
@@ -34,6 +36,8 @@ TierCall: TypeAlias = Literal["find", "load", "store", "drop", "clear"]
 TIER_CALLS: tuple[TierCall, ...] = get_args(TierCall)
 
 _LONGEST_BREAK_S = 60.0
+_PATIENCE_S = 1.0  # that callers wait in vain, one after the other, before a tier is at fault
+_FADES = 0.95  # of the longest answer, with each call
 _SUSPECT_AFTER, _OUT_OF = 2, 1000  # bad records
 
 
@@ -46,33 +50,71 @@ class Breaker:
         self._lock = threading.Lock()
         self._break_s = 0.0  # 0: closed
         self._open_until_s = 0.0
+        self._failing: TierCall | None = None
+        self._longest_s: defaultdict[TierCall, float] = defaultdict(float)  # of answers, lately
+        self._in_vain_s: defaultdict[TierCall, float] = defaultdict(float)  # since the last answer
 
     @property
     def is_closed(self) -> bool:
         """Whether the tier may be asked now: it works, or it may be tried again."""
-        return not self._break_s or time.monotonic() >= self._open_until_s
+        return not self.left_s
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds until it may be asked."""
+        return max(0.0, self._open_until_s - time.monotonic()) if self._break_s else 0.0
 
     @property
     def is_broken(self) -> bool:
         """Whether the last call failed."""
         return self._break_s > 0
 
-    def note_failure(self, error: Exception) -> None:
+    def note_failure(self, call: TierCall, error: Exception) -> None:
         """Leave the tier alone for a while; twice as long as the last time."""
         with self._lock:
-            if not self._break_s:
-                log.warning(
-                    "tier %s: %s fails, and goes on without it: %s", *self._words, told_of(error)
-                )
+            is_first = not self._break_s
             self._break_s = min(_LONGEST_BREAK_S, max(1.0, 2 * self._break_s))
             self._open_until_s = time.monotonic() + self._break_s
+            self._in_vain_s[call] = 0.0
+            if self._failing != "load":
+                self._failing = call
+        if is_first:
+            log.warning(
+                "tier %s: %s fails, and goes on without it: %s", *self._words, told_of(error)
+            )
 
-    def note_success(self) -> None:
-        """Let the tier be asked as ever."""
-        if self._break_s:
-            with self._lock:
-                self._break_s = 0.0
-            log.warning("tier %s: %s works again", *self._words)
+    def note_late(self, call: TierCall, waited_s: float, error: Exception) -> None:
+        """Note a call that took its caller's time to the end, which were so many seconds.
+
+        That is no fault of a tier which has needed more lately, and answered.
+        """
+        with self._lock:
+            longest_s = self._longest_s[call]
+            self._longest_s[call] *= _FADES
+            if waited_s < longest_s:
+                return
+            self._in_vain_s[call] += waited_s
+            if self._in_vain_s[call] < _PATIENCE_S:
+                return
+        self.note_failure(call, error)
+
+    def note_success(self, call: TierCall, took_s: float) -> None:
+        """Let the tier be asked as ever: it has answered, after so many seconds.
+
+        That records are found says nothing of bytes that do not come, for a minute.
+        """
+        with self._lock:
+            self._longest_s[call] = max(took_s, _FADES * self._longest_s[call])
+            self._in_vain_s[call] = 0.0
+            may_fail = call == "find" and self._failing == "load"
+            if not self._break_s or (may_fail and self._is_young):
+                return
+            self._break_s, self._failing = 0.0, None
+        log.warning("tier %s: %s works again", *self._words)
+
+    @property
+    def _is_young(self) -> bool:
+        return time.monotonic() < self._open_until_s + _LONGEST_BREAK_S
 
     @property
     def _words(self) -> tuple[str, str]:
@@ -113,6 +155,7 @@ class GuardedTier:
         self._tier = tier
         self._usage = self._usage_now()
         self._reads, self._writes = Breaker(name, "loading"), Breaker(name, "storing")
+        self._drops = Breaker(name, "forgetting")
         self._lock = threading.Lock()
         self._recent: list[int] = []  # bad records, as numbers of records so far
         self._num_checked = 0
@@ -133,11 +176,30 @@ class GuardedTier:
         return self._writes.is_closed
 
     @property
+    def may_forget(self) -> bool:
+        """Whether the tier may be asked to forget records now."""
+        return self._drops.is_closed
+
+    @property
+    def forgets_in_s(self) -> float:
+        """Return the seconds until then."""
+        return self._drops.left_s
+
+    @property
     def state(self) -> Literal["ok", "suspect", "broken"]:
         """Return the tier's state, as a metric shows it."""
         if self.is_suspect or self._is_stale:
             return "suspect"
         return "broken" if self._reads.is_broken or self._writes.is_broken else "ok"
+
+    def suspect(self, reason: str) -> None:
+        """Load nothing from the tier until an administrator has looked at it."""
+        self.is_suspect = True
+        log.error(
+            "tier %s: nothing is loaded from it until it is trusted again (POST /tiers/trust): %s",
+            self.name,
+            reason,
+        )
 
     def trust(self) -> None:
         """Load from the tier again, after an administrator has looked at it."""
@@ -154,27 +216,20 @@ class GuardedTier:
 
     def find(self, names: Sequence[Name], deadline: Deadline) -> int:
         """Count how many of these records, from the first one on, are probably there."""
-        if not (names and self.may_load):
+        if not (names and self.may_load and deadline.left_s):
             return 0
-        try:
-            count = max(0, min(self._tier.find(names, deadline), len(names)))
-        except Exception as error:
-            self._failed("find", error, self._reads)
-            return 0
-        self._reads.note_success()
-        return count
+        return self._ask(
+            "find", lambda: self._tier.find(names, deadline), names, deadline, self._reads
+        )
 
     def load(self, names: Sequence[Name], into: Sequence[memoryview], deadline: Deadline) -> int:
         """Fill the first of these buffers. Return how many; they are still to be checked."""
-        if not (names and self.may_load):
+        if not (names and self.may_load and deadline.left_s):
             return 0
         begun_s = time.monotonic()
-        try:
-            count = max(0, min(self._tier.load(names, into, deadline), len(names)))
-        except Exception as error:
-            self._failed("load", error, self._reads)
-            return 0
-        self._reads.note_success()
+        count = self._ask(
+            "load", lambda: self._tier.load(names, into, deadline), names, deadline, self._reads
+        )
         with self._lock:
             self.counts.load_s += time.monotonic() - begun_s
         return count
@@ -199,17 +254,17 @@ class GuardedTier:
             "tier %s: a record is not what was stored (%s): it is dropped", self.name, reason
         )
         if suspect:
-            log.error(
-                "tier %s has given %d bad records: nothing is loaded from it until it is trusted "
-                "again (POST /tiers/trust)",
-                self.name,
-                len(self._recent),
-            )
+            self.suspect(f"it has given {len(self._recent)} bad records")
         self.drop([name], Deadline.after(1.0))
 
-    def note_failed(self, call: TierCall, error: TierError) -> None:
-        """Count a question that was put to what is behind the tier, and leave it alone a while."""
-        self._failed(call, error, self._reads)
+    def note_failed(
+        self, call: TierCall, error: TierError, begun_s: float, deadline: Deadline
+    ) -> None:
+        """Note that a question has failed which was put to what is behind the tier.
+
+        ``begun_s``: when, on the clock ``time.monotonic``.
+        """
+        self._failed(call, error, self._reads, begun_s, deadline)
 
     def store(
         self, names: Sequence[Name], records: Sequence[memoryview], deadline: Deadline
@@ -219,12 +274,13 @@ class GuardedTier:
             return 0
         begun_s, count = time.monotonic(), 0
         if self.may_store:
-            try:
-                count = max(0, min(self._tier.store(names, records, deadline), len(names)))
-            except Exception as error:
-                self._failed("store", error, self._writes)
-            else:
-                self._writes.note_success()
+            count = self._ask(
+                "store",
+                lambda: self._tier.store(names, records, deadline),
+                names,
+                deadline,
+                self._writes,
+            )
         with self._lock:
             self.counts.store_s += time.monotonic() - begun_s
             self.counts.num_stored += count
@@ -235,11 +291,13 @@ class GuardedTier:
 
     def drop(self, names: Sequence[Name], deadline: Deadline) -> bool:
         """Have the tier forget these records. Return whether it has."""
+        begun_s = time.monotonic()
         try:
             self._tier.drop(names, deadline)
         except Exception as error:
-            self._failed("drop", error, self._writes)
+            self._failed("drop", error, self._drops, begun_s, deadline)
             return False
+        self._drops.note_success("drop", time.monotonic() - begun_s)
         self._usage = self._usage_now()
         return True
 
@@ -254,13 +312,14 @@ class GuardedTier:
         One that has not is suspect: what was to be forgotten may be found there.
         """
         assert isinstance(self._tier, ClearableTier)
-        self._is_stale = True
+        self._is_stale, begun_s = True, time.monotonic()
         try:
             self._tier.clear(deadline)
         except Exception as error:
-            self._failed("clear", error, self._writes)
+            self._failed("clear", error, self._drops, begun_s, deadline)
             self._is_stale = True  # also where it was trusted meanwhile
             return told_of(error)
+        self._drops.note_success("clear", time.monotonic() - begun_s)
         self._is_stale = False
         self._usage = self._usage_now()
         return None
@@ -272,7 +331,13 @@ class GuardedTier:
 
     def take_evicted(self) -> list[Name]:
         """Return the records that the tier has evicted since the last call, if it tells them."""
-        return self._tier.take_evicted() if isinstance(self._tier, EvictingTier) else []
+        if not isinstance(self._tier, EvictingTier):
+            return []
+        try:
+            return self._tier.take_evicted()
+        except Exception as error:  # of a tier of another package
+            self._show(error)
+            return []
 
     def usage(self) -> TierUsage:
         """Return what the tier held after the last store or drop, without asking it."""
@@ -295,11 +360,39 @@ class GuardedTier:
             log.debug("tier %s does not say what it holds", self.name, exc_info=True)
             return TierUsage()
 
-    def _failed(self, call: TierCall, error: Exception, breaker: Breaker) -> None:
+    def _ask(
+        self,
+        call: TierCall,
+        count: Callable[[], int],
+        names: Sequence[Name],
+        deadline: Deadline,
+        breaker: Breaker,
+    ) -> int:
+        """Return what a tier counts of these records, and no more; 0 where it fails."""
+        begun_s = time.monotonic()
+        try:
+            counted = max(0, min(count(), len(names)))
+        except Exception as error:
+            self._failed(call, error, breaker, begun_s, deadline)
+            return 0
+        breaker.note_success(call, time.monotonic() - begun_s)
+        return counted
+
+    def _failed(
+        self,
+        call: TierCall,
+        error: Exception,
+        breaker: Breaker,
+        begun_s: float,
+        deadline: Deadline,
+    ) -> None:
         with self._lock:
             self.counts.num_errors[call] += 1
         self._show(error)
-        breaker.note_failure(error)
+        if isinstance(error, TierError) and not deadline.left_s:
+            breaker.note_late(call, time.monotonic() - begun_s, error)
+        else:
+            breaker.note_failure(call, error)
 
     def _show(self, error: Exception) -> None:
         """Show where an error is from that no tier should raise."""

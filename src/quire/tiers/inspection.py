@@ -221,9 +221,12 @@ def _pieces(file: BinaryIO, part: Part, check: bytes) -> Iterator[bytes]:
 
 
 def _opened(path: str) -> BinaryIO:
-    """Open a file that is no link. Raises: OSError."""
+    """Open a file that is no link, and leave its time of use as it is. Raises: OSError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags)
+    try:
+        descriptor = os.open(path, flags | os.O_NOATIME)
+    except PermissionError:  # another user's
+        descriptor = os.open(path, flags)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(0, f"{path} is no file")

@@ -11,6 +11,7 @@ thread run meanwhile, and ends the process if the client is used after it has fa
 called where a tier is made, before there are requests, and its failure is an error.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -22,8 +23,11 @@ from quire.tiers.blocking_calls import BlockingCalls
 from quire.tiers.tier import Deadline, Name, TierError, TierFull, TierTraits, TierUsage
 from quire.units import align_up, parse_bytes
 
+log = logging.getLogger(__name__)
+
 _PORT = 50051
 _METADATA_PORT = 8080
+_CLOSE_S = 10.0  # that calls under way may take at the end
 _CALLS = 4  # at once: more are not faster, and each needs a buffer
 _BUFFERS_A_CALL = 2  # Mooncake copies through memory that its transfers know
 _STEP_BYTES = 16 * 2**20  # of what is lent, and of buffers
@@ -114,16 +118,19 @@ class MooncakeTier:
         )
 
     def drop(self, names: Sequence[Name], deadline: Deadline) -> None:
-        self._calls.count(
-            len(names), lambda i: partial(self._forget, names[i]), lambda *_: True, deadline
-        )
+        self._calls.make_all(len(names), lambda i: partial(self._forget, names[i]), deadline)
 
     def usage(self) -> TierUsage:
         self._calls.require_open()
         return TierUsage()
 
     def close(self) -> None:
-        self._calls.close(wait=True)  # Mooncake's client must not be closed under a call
+        # Mooncake's client must not be closed under a call, and knows no deadline.
+        if not self._calls.close(wait_s=_CLOSE_S):
+            log.warning(
+                "%s: a call has not ended in %g s: its client stays open", self._label, _CLOSE_S
+            )
+            return
         if self._client is not None:
             self._client.close()
         self._client = None

@@ -154,9 +154,7 @@ class ObjectTier:
             with suppress(FileNotFoundError):
                 delete(self._store, path)
 
-        self._calls.count(
-            len(names), lambda i: partial(forget, self._path(names[i])), lambda *_: True, deadline
-        )
+        self._calls.make_all(len(names), lambda i: partial(forget, self._path(names[i])), deadline)
 
     def clear(self, deadline: Deadline) -> None:
         from obstore import delete
@@ -167,7 +165,7 @@ class ObjectTier:
                 deadline.check(f"{self._label}: clear")
                 delete(self._store, [each["path"] for each in several])
 
-        self._calls.count(1, lambda _: forget_all, lambda *_: True, deadline)
+        self._calls.make_all(1, lambda _: forget_all, deadline)
 
     def usage(self) -> TierUsage:
         self._calls.require_open()

@@ -80,6 +80,19 @@ def test_tiers_hold_so_much_and_pay_from_so_many_tokens(
     assert "use cache=paged" in err
 
 
+@pytest.mark.parametrize("cache", ["paged", "virtual"])
+def test_a_record_is_of_a_block_also_where_that_fills_large_pages(
+    cache: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not of a whole window of addresses."""
+    arguments = ("llama-3.1-8b", "--device", "h100", "--max-model-len", "32768", "--cache", cache)
+    (tier,) = as_json(monkeypatch, capsys, *arguments, "--kv-tier", "file:/kv?size=1TiB")["tiers"]
+    size, (record_bytes,) = tier["block_size"], tier["record_bytes"]
+    assert 128 * 1024 * size < record_bytes < 129 * 1024 * size
+    assert size == 16 if cache == "paged" else 16 < size < 1024
+    assert record_bytes // 2**21 * 2**21 == 128 * 1024 * size, "a block fills whole pages"
+
+
 def test_a_device_and_a_model_of_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

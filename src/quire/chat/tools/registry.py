@@ -145,7 +145,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     }
 )
 # Texts that a chat template has, all of them, and the format that they tell; the first counts.
-_FOUND_BY: tuple[tuple[tuple[str, ...], str], ...] = (
+FOUND_BY: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|tool_call_argument_begin|>",), "kimi_k2"),
     (("<|channel|>", "<|message|>"), "openai"),
     (("<|tool_call>",), "gemma4"),
@@ -174,7 +174,7 @@ _FOUND_BY: tuple[tuple[tuple[str, ...], str], ...] = (
 
 # Where no template tells, as with models that have their own kind of tokenizer: what most models of
 # a type write.
-_BY_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
+BY_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("mistral", "mistral3", "ministral", "ministral3", "mixtral"), "mistral"),
         **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "hermes"),
@@ -215,10 +215,10 @@ def tool_format(name: str | None, template: str, model_type: str = "") -> ToolFo
             )
         return TOOL_FORMATS[name]
     found = next(
-        (name for marks, name in _FOUND_BY if all(mark in template for mark in marks)), None
+        (name for marks, name in FOUND_BY if all(mark in template for mark in marks)), None
     )
     by = "chat template"
     if found is None:
-        by, found = f"model's type {model_type!r}", _BY_MODEL_TYPE.get(model_type)
+        by, found = f"model's type {model_type!r}", BY_MODEL_TYPE.get(model_type)
     log.info("tool call parser, by the %s: %s", by, found or "none")
     return None if found is None else TOOL_FORMATS[found]

@@ -27,6 +27,7 @@ from quire.engine.scheduling.offers import Lease
 from quire.engine.scheduling.step_costs import mean_of_latest
 from quire.engine.sequence import RemoteBlocks
 from quire.engine.transfer import PeerTransfer
+from quire.errors import ConfigError
 from quire.kv.prefix_index import BlockEvent, BlockIdentity
 from quire.spec import Group
 from quire.tiers import Deadline
@@ -79,7 +80,8 @@ class ThreadedCarrier:
         self._done: list[LoadJob] = []  # under its lock
         self._closing = threading.Event()
         events = self._events = CopyEvents(tiers if keeps_events else ())
-        self._forgetting = Forgetting(self.tiers, transfer, events, self._closing)
+        self._forgetting = Forgetting(self.tiers, transfer, events)
+        self._drops_again = False  # a call that does is to come
         self._loader = RecordLoader(
             groups,
             block_size,
@@ -89,16 +91,26 @@ class ThreadedCarrier:
             forgetting=self._forgetting,
             events=events,
         )
-        self._storer = RecordStorer(self.tiers, staging, transfer=transfer, events=events)
+        self._storer = RecordStorer(
+            self.tiers, staging, transfer=transfer, forgetting=self._forgetting, events=events
+        )
         self._loading, self._storing = (
             CallThread("quire-tiers-load"),
             CallThread("quire-tiers-store"),
         )
 
     def start(self) -> None:
-        """Begin the two threads."""
-        self._loading.start()
-        self._storing.start()
+        """Begin the two threads, or none. Raises: ConfigError if the system has none left."""
+        try:
+            self._loading.start()
+            self._storing.start()
+        except RuntimeError as error:
+            self._loading.end()
+            self._loading.join(_CLOSE_S)
+            raise ConfigError(
+                f"kv_tier: the thread that moves blocks cannot be started ({error}): raise the "
+                f"limit of threads (ulimit -u, or pids of a control group)"
+            ) from error
 
     def work(self, *, loads: bool = True, stores: bool = True) -> bool:
         """Do here what each thread would do next. Return whether there was something."""
@@ -111,6 +123,7 @@ class ThreadedCarrier:
         self.send()
         self._storer.stop_s = time.monotonic() + _CLOSE_S
         self._closing.set()
+        self._storing.put(self._forgetting.end)
         for thread in (self._loading, self._storing):
             thread.end()
         for thread in (self._loading, self._storing):
@@ -256,7 +269,23 @@ class ThreadedCarrier:
     def drop(self, blocks: Iterable[BlockIdentity]) -> None:
         several = list(blocks)
         self._forgetting.begin_drop(several)
-        self._storing.put(partial(self._forgetting.drop, several))
+        self._storing.put(partial(self._drop, several))
+
+    def _drop(self, blocks: Sequence[BlockIdentity]) -> None:
+        self._forgetting.drop(blocks)
+        self._ask_again()
+
+    def _drop_again(self) -> None:
+        self._drops_again = False
+        self._forgetting.drop_again()
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Have tiers that have refused to forget asked again, when they may be."""
+        again_s = self._forgetting.again_s
+        if again_s is not None and not self._drops_again:
+            self._drops_again = True
+            self._storing.put_later(self._drop_again, again_s)
 
     def clear(self) -> "Future[Mapping[str, str]]":
         done = Future[Mapping[str, str]]()
@@ -348,6 +377,7 @@ class CallThread:
         self.when_idle: Callable[[], bool] | None = None
         self._may_sleep = False  # it waits for a call, or is about to
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._later: list[tuple[float, _Call]] = []  # by when; its own
         self._thread = threading.Thread(target=self._make_all, name=name, daemon=True)
 
     def start(self) -> None:
@@ -359,6 +389,10 @@ class CallThread:
         """Have a call made. Its errors are logged."""
         self._calls.put(call)
 
+    def put_later(self, call: _Call, seconds: float) -> None:
+        """Have a call made so many seconds from now at the earliest. A call of its own may ask."""
+        self._later.append((time.monotonic() + seconds, call))
+
     def wake(self) -> None:
         """Have ``when_idle`` asked again: there is more to do, though no call says so."""
         if self._may_sleep and self._thread is not threading.current_thread():
@@ -366,10 +400,12 @@ class CallThread:
 
     def make_one(self) -> bool:
         """Make the next call in the caller's thread. Return whether there was one."""
-        try:
-            call = self._calls.get_nowait()
-        except Empty:
-            return False
+        call = self._due()
+        if call is None:
+            try:
+                call = self._calls.get_nowait()
+            except Empty:
+                return False
         self._make(call)
         return True
 
@@ -395,16 +431,30 @@ class CallThread:
             log.exception("tiers: what was to be done with blocks has failed")
 
     def _next(self) -> _Call | None:
-        while self.when_idle is not None:
+        asks = True
+        while True:
+            if (call := self._due()) is not None:
+                return call
             with suppress(Empty):
                 return self._calls.get_nowait()
-            self._may_sleep = True  # before it is asked, so that no call to wake up is lost
-            if self._is_done():
-                break
-            self._may_sleep = False
+            wait_s = min((at_s for at_s, _ in self._later), default=None)
+            if wait_s is not None:
+                wait_s = max(0.0, wait_s - time.monotonic())
+            if asks and self.when_idle is not None:
+                self._may_sleep = True  # before it is asked, so that no call to wake up is lost
+                asks = not self._is_done()
+                if asks:
+                    self._may_sleep, wait_s = False, _IDLE_S
             with suppress(Empty):
-                return self._calls.get(timeout=_IDLE_S)
-        return self._calls.get()
+                return self._calls.get(timeout=wait_s)
+
+    def _due(self) -> _Call | None:
+        """Take a call that was to be made later, once it is time."""
+        for own in self._later:
+            if own[0] <= time.monotonic():
+                self._later.remove(own)
+                return own[1]
+        return None
 
     def _is_done(self) -> bool:
         try:

@@ -108,7 +108,8 @@ class RecordLoader:
             self._transfer.wait_for(job.remote, deadline, lambda: not job.is_given_up)
         run = self._run(job, count, deadline)
         end, trailing = job.first + len(run), list[_Wanted]()
-        job.lacking = job.blocks[len(run) : count]
+        if deadline.left_s:  # else it is not known
+            job.lacking = job.blocks[len(run) : count]
         if self._elsewhere:
             end, trailing = self._end(job, end, deadline)
         whole = [each for column in run[: end - job.first] for each in column]
@@ -134,12 +135,17 @@ class RecordLoader:
         if not self._everywhere:
             return [[] for _ in range(count)]
         found, tiers = list[list[_Wanted]](), self.tiers_for(job)
-        while len(found) < count:
+        named = dict[GuardedTier, list[list[_Wanted]]]()  # once: a long prompt has many
+        while len(found) < count and deadline.left_s:
             for tier in tiers:
-                rest = [
-                    [self._wanted(tier, group, job, column) for group in self._everywhere]
-                    for column in range(job.first + len(found), job.first + count)
-                ]
+                if not tier.may_load:
+                    continue
+                if tier not in named:
+                    named[tier] = [
+                        [self._wanted(tier, group, job, column) for group in self._everywhere]
+                        for column in range(job.first, job.first + count)
+                    ]
+                rest = named[tier][len(found) :]
                 in_order = [each for column in rest for each in column]
                 if more := self._find(tier, in_order, deadline) // len(self._everywhere):
                     found += rest[:more]
@@ -179,7 +185,7 @@ class RecordLoader:
 
     def _find(self, tier: GuardedTier, several: Sequence[_Wanted], deadline: Deadline) -> int:
         """Count the first of these records that a tier has."""
-        count = self._forgetting.num_kept(each.identity for each in several)
+        count = self._forgetting.num_kept(tier, (each.identity for each in several))
         return tier.find([each.name for each in several[:count]], deadline)
 
     # -- bytes -------------------------------------------------------------------------------------
@@ -220,17 +226,23 @@ class RecordLoader:
             buffer.data[-tier.formats[each.group].num_bytes :]
             for each, buffer in zip(several, buffers, strict=True)
         ]
-        count = tier.load([each.name for each in several], views, deadline)
-        good = 0
-        for each, view in zip(several[:count], views, strict=False):
-            flaw = tier.formats[each.group].flaw(view, each.header)
-            if flaw is not None:
-                tier.note_bad(each.name, flaw)
-                job.lacking.append(each.identity)  # so that it is stored again
-                self._events.note_lost(tier, [(each.group, each.identity)])
-                break
-            tier.note_good(len(view))
-            job.payloads[each.group, each.column] = LoadedRecord(each.identity, buffers[good], tier)
-            good += 1
-        kept = [(each.name, each.group, each.identity) for each in several[:good]]
-        self._events.note_kept(tier, kept)
+        with self._events.keeping(tier) as call:
+            count = tier.load([each.name for each in several], views, deadline)
+            good = 0
+            for each, view in zip(several[:count], views, strict=False):
+                flaw = tier.formats[each.group].flaw(view, each.header)
+                if flaw is not None:
+                    with self._events.losing(tier, [(each.name, each.group, each.identity)]):
+                        tier.note_bad(each.name, flaw)
+                    job.lacking.append(each.identity)  # so that it is stored again
+                    break
+                tier.note_good(len(view))
+                loaded = LoadedRecord(each.identity, buffers[good], tier)
+                job.payloads[each.group, each.column] = loaded
+                good += 1
+            kept = [
+                (each.name, each.group, each.identity)
+                for each in several[:good]
+                if self._forgetting.is_kept(tier, each.identity)
+            ]
+            self._events.note_kept(call, kept)

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import final
 
 from quire.engine.offloading.copy_events import CopyEvents
+from quire.engine.offloading.forgetting import Forgetting
 from quire.engine.offloading.staging import Bytes, Staging
 from quire.engine.scheduling.step_costs import mean_of_latest
 from quire.engine.transfer import PeerTransfer
@@ -39,12 +40,13 @@ class RecordStorer:
         staging: Staging,
         *,
         transfer: PeerTransfer | None,
+        forgetting: Forgetting,
         events: CopyEvents,
     ) -> None:
         self.s_per_block = 0.0  # of computing, that storing one has taken lately
         self.stop_s = float("inf")  # monotonic: nothing is stored after it. Set once, by another
         self._tiers, self._staging = tiers, staging
-        self._transfer, self._events = transfer, events
+        self._transfer, self._forgetting, self._events = transfer, forgetting, events
 
     def store(self, blocks: Sequence[OutgoingBlock]) -> None:
         """Store blocks where they are to go, and give their buffers back."""
@@ -68,6 +70,7 @@ class RecordStorer:
             self.s_per_block = mean_of_latest(self.s_per_block, took_s)
 
     def _store_batch(self, tier: GuardedTier, blocks: list[OutgoingBlock]) -> None:
+        blocks = [each for each in blocks if self._forgetting.is_kept(tier, each.identity)]
         names, views = list[Name](), list[memoryview]()
         for each in blocks:
             form = tier.formats[each.group]
@@ -80,6 +83,7 @@ class RecordStorer:
             views.append(view)
         if time.monotonic() > self.stop_s:
             return
-        count = tier.store(names, views, Deadline.after(_STORE_S))
-        kept = zip(names[:count], blocks[:count], strict=True)
-        self._events.note_kept(tier, [(name, each.group, each.identity) for name, each in kept])
+        with self._events.keeping(tier) as call:
+            count = tier.store(names, views, Deadline.after(_STORE_S))
+            kept = zip(names[:count], blocks[:count], strict=True)
+            self._events.note_kept(call, [(name, each.group, each.identity) for name, each in kept])

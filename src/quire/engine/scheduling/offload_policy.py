@@ -282,11 +282,20 @@ class OffloadPolicy:
         recompute_s = self._costs.recompute_s(tokens)
         if tokens and recompute_s < float("inf"):
             self.counts.saved_s += recompute_s - spent_s
-        for block in job.blocks[: done - job.first] if job.remote is None else ():
-            self._remember(block.chain[:8], self._remembered.get(block.chain[:8], 0) | 1)
+        if job.remote is None:
+            self._remember_records(job, done)
         job.blocks, job.first = job.blocks[done - job.first :], done
         job.lacks_room, job.is_lost = outcome == "no room", outcome == "lost"
         return done >= job.end or job.is_lost
+
+    def _remember_records(self, job: LoadJob, end: int) -> None:
+        """Note of which groups tiers have a job's blocks before column ``end``."""
+        for column in range(job.first, end):
+            name = job.blocks[column - job.first].chain[:8]
+            found = sum(
+                1 << group for group in range(len(self._groups)) if (group, column) in job.payloads
+            )
+            self._remember(name, self._remembered.get(name, 0) | found)
 
     def _insert_until(self, job: LoadJob, end: int, settle: Callable[[], bool]) -> _Outcome:
         """Insert a job's blocks before column ``end``, if there is room for them."""

@@ -15,7 +15,7 @@ from quire.engine.event_format import EventEncoder
 from quire.fleet.placement import LeastLoaded, Load, Placed, Placement, PrefixAware, RoundRobin
 from quire.fleet.prefix_directory import PrefixDirectory
 from quire.kv import NO_KEYS
-from quire.kv.prefix_index import BlockEvent, Medium
+from quire.kv.prefix_index import BlockEvent
 from quire.planner.simulation.simulated_engine import VirtualClock, prompt_of
 from quire.spec import Group
 from quire.traces import TraceRequest
@@ -45,11 +45,10 @@ class Router:
         block_size: int,
         *,
         delay_s: float = DEFAULT_EVENT_DELAY_S,
-        shared: Sequence[Medium] = (),
     ) -> None:
-        """``delay_s``: after which the placement hears; ``shared``: media that all reach."""
+        """``delay_s``: after which the placement hears."""
         self._clock = VirtualClock()
-        self._directory = PrefixDirectory(groups, block_size, shared=shared)
+        self._directory = PrefixDirectory(groups, block_size)
         self._placement = ROUTES[routing](self._directory, self._clock)
         self._encoder = EventEncoder(groups, block_size)
         self._names = [str(number) for number in range(num_replicas)]

@@ -15,6 +15,7 @@ from quire.engine.scheduler import SchedulerLimits
 from quire.engine.scheduling.offload_policy import WritePolicy
 from quire.engine.sequence import Sequence as EngineSequence
 from quire.kv import CacheConfig, build_accounting
+from quire.kv.interface import found_block_size
 from quire.planner.capacity import PlanTarget, rank_footprint, sizes_of
 from quire.planner.planned_tiers import (
     PlannedTier,
@@ -77,7 +78,7 @@ def make_replica(
     accounting = build_accounting(fleet.cache, fleet.spec, sizes)
     carrier = None
     if tiers:
-        block_size = accounting.block_size(0)
+        block_size = found_block_size(accounting, fleet.sizes.block_size)
         carrier = VirtualCarrier(
             accounting.groups,
             block_size,
@@ -122,7 +123,7 @@ def router_of(fleet: Fleet) -> Router | None:
         fleet.routing,
         fleet.num_replicas,
         accounting.groups,
-        accounting.block_size(0),
+        found_block_size(accounting, fleet.sizes.block_size),
         delay_s=fleet.event_delay_s,
     )
 
@@ -345,7 +346,7 @@ def fleet_for(
         tiers=planned_tiers(
             config,
             accounting.groups,
-            block_size=accounting.block_size(0),
+            block_size=found_block_size(accounting, config.block_size),
             table=tier_table,
         ),
         tier_write=config.kv_tier_write,

@@ -33,6 +33,7 @@ FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "/memory/charts.js": ("charts.js", "text/javascript"),
         "/memory/chat.js": ("chat.js", "text/javascript"),
         "/memory/feed.js": ("feed.js", "text/javascript"),
+        "/memory/fleet.js": ("fleet.js", "text/javascript"),
         "/memory/words.js": ("words.js", "text/javascript"),
         "/memory/icon.svg": ("icon.svg", "image/svg+xml"),
         "/favicon.ico": ("icon.svg", "image/svg+xml"),  # browsers ask for it when they show JSON

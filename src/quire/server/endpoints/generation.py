@@ -44,6 +44,7 @@ R = TypeVar("R")
 
 MAX_CONTINUATIONS = 1024  # of all prompts of a request
 MAX_LOGPROBS = 2**20  # of all its tokens; or as many as one continuation may have
+SESSION_HEADER = "x-session-id"
 
 
 # -- from fields to the engine's requests ----------------------------------------------------------
@@ -118,7 +119,7 @@ async def engine_request(
     service = context.service
     service.refuse_without_engine()
     try:
-        return await service.engine.request(
+        request = await service.engine.request(
             prompt,
             params,
             priority=asked.priority or 0,
@@ -130,6 +131,19 @@ async def engine_request(
         if service.admission.sleeping:
             raise service.admission.refused("sleeping") from None
         raise
+    session = _session(context, asked)
+    return request if session is None else replace(request, session=session)
+
+
+def _session(context: RequestContext, asked: Routed) -> str | None:
+    """Return what stands for the conversation of a request, as its client names it: the nearest
+    name that is given. vLLM's router reads the same header.
+    """
+    names = [context.http.headers.get(SESSION_HEADER)]
+    if isinstance(asked, GenerationRequest):
+        names += [asked.prompt_cache_key, asked.safety_identifier]
+    given = next((name for name in (*names, asked.user) if name), None)
+    return None if given is None else context.caller.session(given)
 
 
 def _transfer(context: RequestContext, asked: Routed) -> dict[str, Any] | None:

@@ -68,7 +68,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
 class Routed(ModelRequest, kw_only=True):
     """Which model is asked, for whom, and when."""
 
-    user: str | None = None  # ignored: for the client's own records
+    user: str | None = None  # a fleet may keep its requests together
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Salt | None = None
     request_id: Text | None = None  # ignored
@@ -140,6 +140,9 @@ class GenerationRequest(Sampling, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in logprobs
     kv_transfer_params: KVTransferParams | None = None
+    # A fleet may keep requests with the same one together; the API key decides about the cache.
+    prompt_cache_key: Text | None = None
+    safety_identifier: Text | None = None
 
 
 class Searching(GenerationRequest, kw_only=True):

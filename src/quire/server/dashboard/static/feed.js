@@ -31,8 +31,8 @@ export async function* events(body) {
 
 // Keeps the feed open while the page is seen; the server rests while it is not.
 export class Feed {
-  constructor({ onAbout, onFrame, onLink }) {
-    Object.assign(this, { onAbout, onFrame, onLink });
+  constructor({ onAbout, onFrame, onFleet, onLink }) {
+    Object.assign(this, { onAbout, onFrame, onFleet, onLink });
     this.wait = 500;
     document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
   }
@@ -61,6 +61,7 @@ export class Feed {
     const answer = await fetch("memory/feed", { headers: key.headers(), signal, cache: "no-store" });
     this.denied = answer.status === 401;
     if (this.denied) { this.onLink("denied", "a key is needed"); return; }
+    if (answer.status === 501) { await this.readFleet(signal); return; } // a fleet's door has no cache
     if (!answer.ok) throw new Error(String(answer.status));
     for await (const event of events(answer.body)) {
       this.wait = 500;
@@ -69,5 +70,19 @@ export class Feed {
       if (event.event === "over") throw new Error("over");
     }
     throw new Error("ended");
+  }
+
+  // What a fleet's door says of its replicas, once a second.
+  async readFleet(signal) {
+    for (;;) {
+      const answer = await fetch("fleet", { headers: key.headers(), signal, cache: "no-store" });
+      this.denied = answer.status === 401 || answer.status === 403;
+      if (this.denied) { this.onLink("denied", "an admin key is needed"); return; }
+      if (!answer.ok) throw new Error(String(answer.status));
+      this.wait = 500;
+      this.onFleet(await answer.json());
+      this.onLink("live", "live");
+      await new Promise((done) => setTimeout(done, 1000));
+    }
   }
 }

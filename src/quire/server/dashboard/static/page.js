@@ -3,6 +3,7 @@
 import { Chart } from "./charts.js";
 import { Chat } from "./chat.js";
 import { Feed, key } from "./feed.js";
+import { showFleet } from "./fleet.js";
 import { HUES, paint, Picture } from "./cells.js";
 import { bytes, number, several, STATES } from "./words.js";
 
@@ -279,9 +280,25 @@ function onAbout(told) {
   group = Math.min(group, about.groups.length - 1);
   select.value = String(group);
   $("groups").hidden = about.groups.length < 2;
-  chat.chats = about.chats;
-  put($("prompt-label"), about.chats ? "Message" : "Prompt, which the model goes on with");
+  chatsOf(about);
   ledger();
+}
+
+function onFleet(fleet) {
+  if (document.body.dataset.shows !== "fleet") {
+    document.body.dataset.shows = "fleet";
+    document.title = "Quire: fleet";
+    $("fleet").hidden = false;
+    chatsOf(fleet);
+  }
+  put($("about"), fleet.model);
+  showFleet(fleet, { body: $("replicas"), words: $("fleet-words") });
+}
+
+// Whether the model is asked with messages.
+function chatsOf({ chats }) {
+  chat.chats = chats;
+  put($("prompt-label"), chats ? "Message" : "Prompt, which the model goes on with");
 }
 
 function onFrame(told, at) {
@@ -330,6 +347,7 @@ function onLink(state, words) {
 
 const feed = new Feed({
   onAbout,
+  onFleet,
   onFrame: (told, at) => { onFrame.seen = performance.now(); onFrame(told, at); },
   onLink,
 });

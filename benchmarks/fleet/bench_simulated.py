@@ -1,0 +1,326 @@
+"""A simulated fleet beside a real one: two replicas, the same placement, the same requests.
+
+The real replicas are processes on a processor each (``processes.py``) behind a ``FleetEngine``
+with ``PrefixAware``, fed by events over ZeroMQ; this process is the door and the client, without
+HTTP, on the same processors. The simulated ones have the engine's own scheduler and accounting,
+and steps as long as a calibration says that two engines took which were calibrated at once.
+
+    python -m benchmarks.fleet.bench_simulated --model FOLDER --calibrate fleet.json
+    python -m benchmarks.fleet.bench_simulated --model FOLDER --calibration fleet.json --rounds 3
+"""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from benchmarks.fleet.processes import ProcessReplica
+from benchmarks.harness.report import Table, WithClaims, show
+from benchmarks.planner.real import Plenty, fleet_of
+from quire.bench.traffic import replay
+from quire.bench.workload import Vocabulary
+from quire.fleet.event_follower import ZmqFollower
+from quire.fleet.fleet_engine import FleetEngine
+from quire.fleet.placement import PrefixAware
+from quire.fleet.prefix_directory import PrefixDirectory
+from quire.planner.simulation.cost_model import FittedCosts
+from quire.planner.simulation.simulator import Fleet, simulate
+from quire.sampling_params import SamplingParams
+from quire.traces import TraceRequest
+
+GOAL = 0.10
+NUM_REPLICAS = 2
+OPTIONS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 640,
+    "kv_cache_memory_bytes": "1GiB",
+}
+EVENTS = {
+    "enable_kv_cache_events": True,
+    "endpoint": "tcp://127.0.0.1:0",
+    "replay_endpoint": "tcp://127.0.0.1:0",
+}
+_PATIENCE_S = 300.0  # with a replica whose first step compiles kernels
+_ID_TOKENS = 64  # of a prompt that a hash id stands for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What one fleet did with one workload."""
+
+    tokens_per_s: float
+    ttft_mean_s: float
+    ttft_median_s: float
+    found_tokens: int
+
+
+# -- workloads -------------------------------------------------------------------------------------
+
+
+def workloads(scale: float) -> dict[str, list[TraceRequest]]:
+    """Six, of some twenty seconds each where ``scale`` is 1; twice as far apart at 2."""
+    rng = np.random.default_rng(1)
+    fresh = iter(range(1, 10**9))
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(next(fresh) for _ in range(count))
+
+    def poisson(count: int, gap_s: float) -> list[float]:
+        return np.cumsum(rng.exponential(gap_s * scale, count)).tolist()  # type: ignore[no-any-return]
+
+    def one(at_s: float, own: tuple[int, ...], output: int) -> TraceRequest:
+        return TraceRequest(
+            at_s=at_s,
+            input_tokens=_ID_TOKENS * len(own),
+            output_tokens=output,
+            hash_ids=own,
+            id_tokens=_ID_TOKENS,
+        )
+
+    several = [ids(4) for _ in range(4)]
+    talks: list[tuple[int, ...]] = [() for _ in range(5)]
+    spoken = []
+    for place, at_s in enumerate(poisson(25, 0.9)):
+        talk = place % len(talks)
+        talks[talk] = (*talks[talk], *ids(1))
+        spoken.append(one(at_s, talks[talk], 16))
+    return {
+        "short prompts": [one(at_s, ids(1), 24) for at_s in poisson(28, 0.7)],
+        "long prompts": [one(at_s, ids(8), 8) for at_s in poisson(14, 1.6)],
+        "all at once": [one(0.0, ids(2), 24) for _ in range(24)],
+        "bursts": [one(8.0 * scale * (n // 8), ids(2), 24) for n in range(24)],
+        "shared prefixes": [
+            one(at_s, (*several[n % 4], *ids(1)), 16) for n, at_s in enumerate(poisson(28, 0.8))
+        ],
+        "conversations": spoken,
+    }
+
+
+# -- both ------------------------------------------------------------------------------------------
+
+
+def simulated(fleet: Fleet, trace: list[TraceRequest]) -> Figures:
+    found = simulate(trace, fleet)
+    ttft = found.latencies["ttft_s"]
+    return Figures(
+        tokens_per_s=found.num_output_tokens / found.duration_s,
+        ttft_mean_s=ttft["mean"],
+        ttft_median_s=ttft["p50"],
+        found_tokens=found.prefix_hit_tokens,
+    )
+
+
+async def really(fleet: FleetEngine, trace: list[TraceRequest], seed: int) -> Figures:
+    queries = replay(trace, Vocabulary(), seed=seed)
+    begun_s = time.perf_counter()
+    firsts, counts, cached, ends = list[float](), list[int](), list[int](), list[float]()
+
+    async def one(query: Any) -> None:
+        await asyncio.sleep(max(0.0, begun_s + query.at_s - time.perf_counter()))
+        sent_s = time.perf_counter()
+        params = SamplingParams(max_tokens=query.max_tokens, temperature=0.0, ignore_eos=True)
+        request, num, first_s = await fleet.request(query.token_ids, params), 0, None
+        async for delta in fleet.generate(request):
+            if first_s is None:
+                first_s = time.perf_counter() - sent_s
+                cached.append(delta.num_cached_tokens)
+            num += len(delta.token_ids)
+        assert first_s is not None
+        firsts.append(first_s)
+        counts.append(num)
+        ends.append(time.perf_counter())
+
+    await asyncio.gather(*map(one, queries))
+    first_at_s = begun_s + min(query.at_s for query in queries)
+    return Figures(
+        tokens_per_s=sum(counts) / (max(ends) - first_at_s),
+        ttft_mean_s=mean(firsts),
+        ttft_median_s=median(firsts),
+        found_tokens=sum(cached),
+    )
+
+
+async def _measure(
+    model: str | None, fleet: Fleet, traces: dict[str, list[TraceRequest]], rounds: int
+) -> dict[str, list[tuple[Figures, Figures]]]:
+    """(real, simulated) of each round."""
+    processors = sorted(os.sched_getaffinity(0))
+    console = Console(stderr=True)
+    with TemporaryDirectory() as folder:
+        replicas = [
+            ProcessReplica(
+                Path(folder),
+                f"replica-{n}",
+                processors[n % len(processors)],
+                model,
+                kv_events_config=EVENTS,
+                **OPTIONS,
+            )
+            for n in range(NUM_REPLICAS)
+        ]
+        facts = await replicas[0].facts()
+        directory = PrefixDirectory(facts.groups, facts.block_size)
+        placement = PrefixAware(directory, seed=0)
+        engine = await FleetEngine.start(
+            replicas,
+            placement,
+            follower=ZmqFollower(directory),
+            replica_timeout_s=_PATIENCE_S,
+            report_interval_s=0.1,
+        )
+        try:
+            while [each.state for each in engine.members.values()] != ["up"] * NUM_REPLICAS:
+                await asyncio.sleep(0.1)
+            for name, trace in traces.items():  # kernels are compiled, and steps recorded
+                console.print(f"warming up: {name}", highlight=False)
+                await really(engine, trace, seed=1000)
+            found: dict[str, list[tuple[Figures, Figures]]] = {name: [] for name in traces}
+            for number in range(rounds):
+                for name, trace in traces.items():
+                    console.print(f"round {number + 1} of {rounds}: {name}", highlight=False)
+                    real = await really(engine, trace, seed=number)
+                    found[name].append((real, simulated(fleet, trace)))
+                    await asyncio.sleep(0.5)
+        finally:
+            await engine.aclose()
+    return found
+
+
+# -- how long steps take ---------------------------------------------------------------------------
+
+
+def _calibrate_one(processor: int, model: str | None, begins: Any, results: Any) -> None:
+    os.sched_setaffinity(0, {processor})
+    os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"] = "1", "PASSIVE"
+    from quire.bench.calibrate import calibrate
+    from quire.engine.llm import LLM
+
+    with LLM(model, gauge=Plenty(), **OPTIONS) as llm:
+        begins.wait()
+        found = calibrate(llm, rounds=1)
+        results.put((found.costs, fleet_of(llm, llm.engine.scheduler)))
+
+
+def calibrated(model: str | None) -> tuple[FittedCosts, Fleet]:
+    """Calibrate as many engines at once as there will be replicas: means of their costs."""
+    context = multiprocessing.get_context("spawn")
+    begins, results = context.Barrier(NUM_REPLICAS), context.Queue()
+    processors = sorted(os.sched_getaffinity(0))
+    processes = [
+        context.Process(
+            target=_calibrate_one,
+            args=(processors[n % len(processors)], model, begins, results),
+        )
+        for n in range(NUM_REPLICAS)
+    ]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=900) for _ in processes]
+    for process in processes:
+        process.join()
+    names = [each.name for each in fields(FittedCosts) if each.name != "about"]
+    costs = {name: mean(getattr(own, name) for own, _ in found) for name in names}
+    return FittedCosts(**costs), found[0][1]
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+_COMPARED: tuple[tuple[str, Callable[[Figures], float]], ...] = (
+    ("output tokens/s", lambda figures: figures.tokens_per_s),
+    ("first byte, mean", lambda figures: figures.ttft_mean_s),
+    ("first byte, median", lambda figures: figures.ttft_median_s),
+)
+
+
+def _rows(found: dict[str, list[tuple[Figures, Figures]]]) -> Iterator[dict[str, Any]]:
+    for name, taken in found.items():
+        for what, of in _COMPARED:
+            errors = [of(ours) / of(real) - 1 for real, ours in taken]
+            yield {
+                "claim": f"simulated fleet, {name}: {what}",
+                "ours": median(of(ours) for _, ours in taken),
+                "peer": median(of(real) for real, _ in taken),
+                "unit": "s" if "byte" in what else "tokens/s",
+                "ratio": 1 + median(errors),
+                "goal": f"within {GOAL:.0%}",
+                "holds": abs(median(errors)) <= GOAL,
+                "notes": {"least": 1 + min(errors), "most": 1 + max(errors)},
+            }
+
+
+def _print(found: dict[str, list[tuple[Figures, Figures]]]) -> None:
+    table = Table(
+        title="simulated against real",
+        columns=("workload", "figure", "real", "simulated", "error (least … most)", "holds"),
+        rows=[],
+    )
+    for row in _rows(found):
+        _, name, what = row["claim"].replace("simulated fleet, ", "fleet: ").split(": ")
+        notes = row["notes"]
+        table.rows.append(
+            [
+                name,
+                what,
+                f"{row['peer']:.3g}",
+                f"{row['ours']:.3g}",
+                f"{row['ratio'] - 1:+.1%} ({notes['least'] - 1:+.1%} … {notes['most'] - 1:+.1%})",
+                "yes" if row["holds"] else "no",
+            ]
+        )
+    for name, taken in found.items():
+        real, ours = (median(each[place].found_tokens for each in taken) for place in (0, 1))
+        table.rows.append([name, "tokens found", f"{real:.0f}", f"{ours:.0f}", "", ""])
+    show([table], [], Console())
+
+
+def main(
+    model: Annotated[str | None, typer.Option(help="A folder; default: the demo model.")] = None,
+    calibrate_to: Annotated[
+        Path | None, typer.Option("--calibrate", help="Measure steps, write them there, and end.")
+    ] = None,
+    calibration: Annotated[Path | None, typer.Option(help="What --calibrate has written.")] = None,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    scale: Annotated[float, typer.Option(help="Factor for the times between requests.")] = 1.0,
+    only: Annotated[str, typer.Option(help="Workloads whose names have this.")] = "",
+    with_claims: WithClaims = False,
+) -> None:
+    """Compare throughput and first bytes of a simulated and a real fleet of two replicas."""
+    if calibration is None:
+        costs, fleet = calibrated(model)
+        if calibrate_to is not None:
+            costs.write(calibrate_to)
+            return
+    else:
+        costs, fleet = FittedCosts.read(calibration), _fleet(model)
+    fleet = replace(fleet, costs=costs, num_replicas=NUM_REPLICAS, routing="prefix-aware")
+    traces = {name: trace for name, trace in workloads(scale).items() if only in name}
+    found = asyncio.run(_measure(model, fleet, traces, rounds))
+    _print(found)
+    if with_claims:
+        for row in _rows(found):
+            print(json.dumps(row))
+
+
+def _fleet(model: str | None) -> Fleet:
+    from quire.engine.llm import LLM
+
+    with LLM(model, gauge=Plenty(), **OPTIONS) as llm:
+        return fleet_of(llm, llm.engine.scheduler)
+
+
+if __name__ == "__main__":
+    typer.run(main)

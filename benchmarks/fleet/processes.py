@@ -1,0 +1,157 @@
+"""Replicas in processes of their own, each on one processor, as handles of a fleet.
+
+A call is a connection to a Unix socket: the method and its arguments are pickled, and so is each
+thing that comes back. Hanging up ends the call. It is what a benchmark needs and no more: both
+ends are this program.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import pickle
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any, final
+
+from quire.engine.outputs import TextDelta
+from quire.engine.sequence import Request
+from quire.fleet.replica import ReplicaFacts, ReplicaLost, ReplicaReport, to_send
+
+_SIZE_BYTES = 8
+_BORN_S = 120.0
+
+
+async def _send(writer: asyncio.StreamWriter, what: Any) -> None:
+    data = pickle.dumps(what)
+    writer.write(len(data).to_bytes(_SIZE_BYTES, "big") + data)
+    await writer.drain()
+
+
+async def _receive(reader: asyncio.StreamReader) -> Any:
+    size = int.from_bytes(await reader.readexactly(_SIZE_BYTES), "big")
+    return pickle.loads(await reader.readexactly(size))
+
+
+# -- there -----------------------------------------------------------------------------------------
+
+
+def _serve(path: str, processor: int, model: str | None, options: dict[str, Any]) -> None:
+    """Serve an engine until the process is ended."""
+    os.sched_setaffinity(0, {processor})
+    os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"] = "1", "PASSIVE"
+    from quire.engine.async_llm import AsyncLLM
+    from quire.fleet.replica import LocalReplica
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        method, args, keywords = await _receive(reader)
+        gone = asyncio.ensure_future(reader.read())  # the end of what comes: it has hung up
+        work = asyncio.ensure_future(_answer(replica, writer, method, args, keywords))
+        await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
+        for task in (gone, work):
+            task.cancel()
+        await asyncio.gather(gone, work, return_exceptions=True)
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_unix_server(answer, path)
+        async with server:
+            await server.serve_forever()
+
+    replica = LocalReplica(Path(path).name, AsyncLLM(model, **options))
+    asyncio.run(run())
+
+
+async def _answer(
+    replica: Any, writer: asyncio.StreamWriter, method: str, args: Any, keywords: Any
+) -> None:
+    try:
+        if method == "generate":
+            async with aclosing(replica.generate(*args, **keywords)) as pieces:
+                async for delta in pieces:
+                    await _send(writer, ("piece", delta))
+            await _send(writer, ("end", None))
+        else:
+            await _send(writer, ("end", await getattr(replica, method)(*args, **keywords)))
+    except Exception as error:
+        with suppress(Exception):
+            await _send(writer, ("error", error))
+
+
+# -- here ------------------------------------------------------------------------------------------
+
+
+@final
+class ProcessReplica:
+    """A replica in a process of its own, which ends with ``close``."""
+
+    def __init__(
+        self, folder: Path, name: str, processor: int, model: str | None, **options: Any
+    ) -> None:
+        self._name, self._path = name, str(folder / name)
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(
+            target=_serve, args=(self._path, processor, model, options), daemon=True
+        )
+        self._process.start()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def facts(self) -> ReplicaFacts:
+        async with asyncio.timeout(_BORN_S):
+            while not Path(self._path).exists():
+                if not self._process.is_alive():
+                    raise ReplicaLost(f"replica {self._name} has not been born")
+                await asyncio.sleep(0.1)
+        facts: ReplicaFacts = await self._call("facts")
+        return facts
+
+    async def generate(
+        self, request: Request, *, request_id: str
+    ) -> AsyncGenerator[TextDelta, None]:
+        calls = self._calls("generate", to_send(request), request_id=request_id)
+        async with aclosing(calls) as several:
+            async for kind, delta in several:
+                if kind == "piece":
+                    yield delta
+
+    async def abort(self, request_ids: Iterable[str] | None) -> None:
+        await self._call("abort", None if request_ids is None else list(request_ids))
+
+    async def report(self) -> ReplicaReport:
+        report: ReplicaReport = await self._call("report")
+        return report
+
+    async def begin_drain(self) -> None:
+        await self._call("begin_drain")
+
+    async def close(self) -> None:
+        self._process.terminate()
+        await asyncio.to_thread(self._process.join, 10)
+
+    async def _call(self, method: str, *args: Any, **keywords: Any) -> Any:
+        async with aclosing(self._calls(method, *args, **keywords)) as several:
+            return (await anext(several))[1]
+
+    async def _calls(
+        self, method: str, *args: Any, **keywords: Any
+    ) -> AsyncGenerator[tuple[str, Any], None]:
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._path)
+        except OSError as error:
+            raise ReplicaLost(f"replica {self._name}: {error}") from error
+        try:
+            await _send(writer, (method, args, keywords))
+            while True:
+                kind, what = await _receive(reader)
+                if kind == "error":
+                    raise what
+                yield kind, what
+                if kind == "end":
+                    return
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise ReplicaLost(f"replica {self._name}: {error!r}") from error
+        finally:
+            writer.close()

@@ -1,0 +1,104 @@
+"""The wheel: what is in it, and that it runs where the source is not."""
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+from tools.package_metadata import on_an_index
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a wheel that is built from the source, without fetching anything."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_has_the_model_its_licence_and_the_mark_of_types(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    model = {path.name for path in (ROOT / "src/quire/demo_model").iterdir()}
+    assert {f"quire/demo_model/{name}" for name in model} <= names
+    assert {"quire/py.typed", "quire/__main__.py"} <= names
+    assert not [name for name in names if not name.startswith(("quire/", "quire-"))]
+    metadata = _metadata(wheel)
+    assert metadata["License-Expression"] == "Apache-2.0 AND PSF-2.0"
+    licences = metadata.get_all("License-File", [])
+    assert sorted(licences) == ["LICENSE", "src/quire/demo_model/LICENSE"]
+    texts = [name for name in names if ".dist-info/licenses/" in name]
+    assert len(texts) == len(licences)
+
+
+def test_nothing_in_an_index_leads_nowhere(wheel: Path) -> None:
+    metadata = _metadata(wheel)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    repository = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
+    assert bool(metadata.get_all("Project-URL")) == bool(repository)
+    readme = str(metadata.get_payload())
+    assert "# Quire" in readme
+    assert "](docs/" not in readme
+    assert "](benchmarks/" not in readme
+
+
+def test_links_of_the_readme_lead_into_the_repository() -> None:
+    text = "![a picture](docs/a.svg) [a page](docs/b.md#part) [out](https://example.org) [here](#x)"
+    assert on_an_index(text, "https://example.org/q") == (
+        "![a picture](https://example.org/q/raw/main/docs/a.svg) "
+        "[a page](https://example.org/q/blob/main/docs/b.md#part) "
+        "[out](https://example.org) [here](#x)"
+    )
+    assert on_an_index(text, "") == " a page [out](https://example.org) [here](#x)"
+
+
+def test_the_wheel_runs_where_the_source_is_not(wheel: Path, tmp_path: Path) -> None:
+    apart = tmp_path / "apart"
+    install = [
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(apart),
+        str(wheel),
+    ]
+    done = subprocess.run([sys.executable, "-m", *install], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PYTHONPATH": str(apart)}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run("-c", "import quire; print(quire.__file__, quire.__version__)").split() == [
+        str(apart / "quire/__init__.py"),
+        _metadata(wheel)["Version"],
+    ]
+    assert run("-m", "quire", "--version").split() == ["quire", _metadata(wheel)["Version"]]
+    said = run(str(apart / "bin/quire"), "generate", "--max-tokens", "8", "def add(a, b):")
+    assert "def add(a, b):" in said
+
+
+def _metadata(wheel: Path) -> Message:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    return message_from_bytes(archive.read(name))
