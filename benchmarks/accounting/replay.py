@@ -16,9 +16,9 @@ import numpy as np
 from benchmarks.accounting.prefix_traces import BLOCK_TOKENS, PrefixTrace
 from quire.kv import Extension, Fits
 from quire.planner.hit_rates import Prompts, prompts_of
-from quire.planner.hit_rates.curve import prefix_accounting
 from quire.planner.hit_rates.optimum import Optimum
 from quire.planner.hit_rates.stack_distances import infinite_hits
+from quire.planner.hit_rates.tiered import prefix_accounting
 from quire.traces import TraceRequest
 
 OnRequest = Callable[[int], None]  # told how many requests are done, now and then

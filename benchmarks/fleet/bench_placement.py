@@ -51,7 +51,8 @@ PARTS = ("choice", "memory", "events", "hits")
 DEVICE = "h100"
 TRACE = "mooncake_conversation.jsonl"
 SIZE = 16  # tokens of a block
-CHAIN = 64  # blocks
+CHAIN, STEP = 64, 128  # blocks of a made-up chain; that a step of 2,048 tokens stores
+FILLED = 10**6  # blocks beside those of prompts, in the directory whose choices are timed
 GROUPS = (Group(spec=FullAttention(num_kv_heads=8, head_dim=128, dtype="bfloat16"), layers=(0,)),)
 PROMPTS, REPLICAS = (2_000, 12_000, 100_000), (2, 8, 64)
 GOAL_US, GOAL_BYTES, GOAL_SHARE = 200.0, 100.0, 0.95
@@ -90,19 +91,22 @@ def choices(rng: np.random.Generator, rounds: int, say: Callable[[str], None]) -
     for num_replicas in REPLICAS:
         names = [str(number) for number in range(num_replicas)]
         directory = PrefixDirectory(GROUPS, SIZE)
-        for name in names:
-            directory.apply(name, chains(rng, 200_000 // CHAIN // num_replicas))
+        _fill_twice(directory, rng, names)
         for num_tokens in PROMPTS:
             say(f"{num_tokens:,} tokens, {num_replicas} replicas")
             placement = PrefixAware(directory, seed=0)
             # Half of each prompt is somewhere, and a quarter is at all.
-            prompts = []
-            for number in range(8):
-                prompt = rng.integers(0, 150_000, num_tokens).astype(np.int32)
-                for place, name in enumerate(names):
-                    share = 2 if place == number % num_replicas else 4
-                    directory.apply(name, [_told(directory, prompt, share)])
-                prompts.append((prompt, tuple(prompt.tolist())))
+            arrays = [rng.integers(0, 150_000, num_tokens).astype(np.int32) for _ in range(8)]
+            prompts = [(prompt, tuple(prompt.tolist())) for prompt in arrays]
+            told = [
+                (name, _told(prompt, 2 if place == number % num_replicas else 4))
+                for number, prompt in enumerate(arrays)
+                for place, name in enumerate(names)
+            ]
+            while told:  # in the steps of engines, beside each other
+                for name, events in told:
+                    directory.apply(name, [events.pop(0)])
+                told = [(name, events) for name, events in told if events]
             times: list[list[float]] = [[], [], []]
             for turn in range(rounds):
                 array, plain = prompts[turn % len(prompts)]
@@ -117,21 +121,36 @@ def choices(rng: np.random.Generator, rounds: int, say: Callable[[str], None]) -
     return rows
 
 
-def _told(directory: PrefixDirectory, prompt: Any, share: int) -> StoredBlocks:
-    """The event of a prompt's first part, named as an engine names its first block."""
+def _fill_twice(directory: PrefixDirectory, rng: np.random.Generator, names: list[str]) -> None:
+    """Fill a directory, and take half away: what is stored from then on fills the gaps."""
+    several = FILLED // CHAIN // len(names)
+    for name in names:
+        events = list(chains(rng, 2 * several))
+        directory.apply(name, events)
+        gone = rng.permutation(len(events))[:several]
+        directory.apply(
+            name, [RemovedBlocks(block_hashes=events[n].block_hashes, medium="GPU") for n in gone]
+        )
+
+
+def _told(prompt: Any, share: int) -> list[StoredBlocks]:
+    """The events of a prompt's first part, a step each; its first block has an engine's name."""
     blocks = len(prompt) // SIZE // share
     first = chained_hash(chained_hash(b"", (), b""), (), prompt[:SIZE].tobytes())
     rng = np.random.default_rng(int(prompt[0]))
     names = [block_name(first, (), b""), *rng.integers(2, 2**63, blocks - 1).tolist()]
-    return StoredBlocks(
-        block_hashes=names,
-        parent_block_hash=None,
-        token_ids=prompt[: blocks * SIZE].tolist(),
-        block_size=SIZE,
-        lora_id=None,
-        medium="GPU",
-        lora_name=None,
-    )
+    return [
+        StoredBlocks(
+            block_hashes=names[begin : begin + STEP],
+            parent_block_hash=names[begin - 1] if begin else None,
+            token_ids=prompt[begin * SIZE : min(begin + STEP, blocks) * SIZE].tolist(),
+            block_size=SIZE,
+            lora_id=None,
+            medium="GPU",
+            lora_name=None,
+        )
+        for begin in range(0, blocks, STEP)
+    ]
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -145,7 +145,8 @@ class SamplingParams:
     all. With a ``seed`` a request gives the same text in any batch. ``stop`` strings end the text
     and are not part of it, unless ``include_stop_str_in_output``; ``bad_words`` never appear. With
     ``allowed_token_ids`` no other token is sampled, not even one that would end the text. The text
-    cannot end before ``min_tokens``.
+    cannot end before ``min_tokens``. With the ``cache_hint`` "ends" the conversation ends with this
+    request: what it alone has in the prefix cache may go first.
 
     Raises: RequestError with the parameter, its value and its limit.
     """
@@ -172,6 +173,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     structured_outputs: StructuredOutputsParams | None = None
+    cache_hint: Literal["ends"] | None = None
 
     def __post_init__(self) -> None:
         for name, (holds, limit) in self._limits().items():
@@ -236,6 +238,7 @@ class SamplingParams:
                 isinstance(self.structured_outputs, StructuredOutputsParams | None),
                 "StructuredOutputsParams, or None",
             ),
+            "cache_hint": (self.cache_hint in ("ends", None), '"ends", or None'),
         }
 
 

@@ -24,6 +24,7 @@ from quire.kv import (
     EvictionPolicy,
     Extension,
     Fits,
+    HeedsEnds,
     PagedAccounting,
     PolicyPool,
     Score,
@@ -35,7 +36,7 @@ from quire.planner.hit_rates import hit_rate_curve
 from quire.spec import FullAttention, Group
 from quire.traces import TraceRequest
 
-OWN = ("choice", "lru", "lru-2")
+OWN = ("choice", "lru", "lru-2", "bip")
 EXAMPLE = "lfu"  # of another package: examples/eviction_policy.py
 NUM_BLOCKS = 24
 GROUP = Group(spec=FullAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn"), layers=(0,))
@@ -50,7 +51,7 @@ class Checked(EvictionPolicy):
         self._last: dict[int, int] = {}
         self._priorities: dict[int, int] = {}
         self._free: set[int] = set()
-        self.num_evicted = 0
+        self.num_evicted = self.num_ended = 0
 
     def __len__(self) -> int:
         assert len(self._policy) == len(self._free)
@@ -65,6 +66,13 @@ class Checked(EvictionPolicy):
         for block, each in zip(ids, np.broadcast_to(priority, blocks.shape).tolist(), strict=True):
             self._priorities[block] = min(each, self._priorities.get(block, 127))
         self._policy.use(blocks, now, priority)
+
+    def end(self, blocks: Ids) -> None:
+        assert not self._free.intersection(blocks.tolist()), "what ends is used just before"
+        assert {self._last[block] for block in blocks.tolist()} == {max(self._last.values())}
+        if isinstance(self._policy, HeedsEnds):
+            self._policy.end(blocks)
+            self.num_ended += len(blocks)
 
     def free(self, blocks: Ids) -> None:
         self._free.update(blocks.tolist())
@@ -146,7 +154,14 @@ def checked(name: str) -> Iterator[list[Checked]]:
         EVICTION_POLICIES.unregister("checked")
 
 
-def play(num_groups: int, page_bytes: int, *, seed: int, priorities: tuple[int, ...]) -> None:
+def play(
+    num_groups: int,
+    page_bytes: int,
+    *,
+    seed: int,
+    priorities: tuple[int, ...],
+    ends: bool = False,
+) -> None:
     """Prompts that begin alike, three at a time, in a cache that is too small for all."""
     rng = random.Random(seed)
     config = CacheConfig(
@@ -163,7 +178,7 @@ def play(num_groups: int, page_bytes: int, *, seed: int, priorities: tuple[int, 
     for seq_id in range(100):
         while len(running) > 2:
             ended = running.pop(rng.randrange(len(running)))
-            accounting.free(ended, forget=ended % 9 == 4)
+            accounting.free(ended, forget=ended % 9 == 4, ended=ends and ended % 3 > 0)
         prompt = np.array([rng.randrange(3), *(rng.randrange(2) for _ in range(15))], np.int32)
         prompt[rng.choice((1, 4, 8, 16)) :] += 10 * seq_id  # a part of its own
         accounting.add(seq_id, priority=rng.choice(priorities))
@@ -191,8 +206,11 @@ def test_a_policy_evicts_in_its_order_what_may_go(
     with checked(name) as made:
         play(num_groups, page_bytes, seed=1, priorities=(0,))
         play(num_groups, page_bytes, seed=2, priorities=(-1, 0, 0, 5))
-    assert len(made) == 2 * num_groups
+        play(num_groups, page_bytes, seed=3, priorities=(0,), ends=True)
+    assert len(made) == 3 * num_groups
     assert sum(policy.num_evicted for policy in made) > 60
+    heeds = any(isinstance(policy._policy, HeedsEnds) for policy in made)
+    assert heeds == any(policy.num_ended for policy in made)
 
 
 @pytest.mark.policies(*OWN, EXAMPLE)
@@ -282,6 +300,42 @@ def test_numpy_s_numbers_are_scores() -> None:
     policy = Rounded(policy_pool(8))
     let_go(policy, 1, 3, 2)
     assert policy.evict(9).tolist() == [3, 2]
+
+
+def test_a_policy_is_told_what_has_ended() -> None:
+    class EndedFirst(ScoredPolicy):
+        def score(self, block: CachedBlock, now: int) -> Score:
+            return not block.ended, block.last_used
+
+    policy = EndedFirst(policy_pool(8))
+    for now, blocks, ended in ((1, (1, 0), False), (2, (3, 2), True), (3, (5, 4), True)):
+        policy.use(ids(*blocks), now, 0)
+        if ended:
+            policy.end(ids(*blocks))
+        policy.free(ids(*blocks))
+    policy.hold(ids(5, 4))
+    let_go(policy, 4, 5, 4)  # it has not ended after all
+    assert policy.evict(9).tolist() == [3, 2, 1, 0, 5, 4]
+    EVICTION_POLICIES.register("ended-first", EndedFirst)
+    try:
+        test_a_policy_evicts_in_its_order_what_may_go("ended-first", 1, 1)
+    finally:
+        EVICTION_POLICIES.unregister("ended-first")
+
+
+def test_what_has_ended_goes_first_but_not_what_others_use() -> None:
+    policy = EVICTION_POLICIES["choice"](policy_pool(16))
+    assert isinstance(policy, HeedsEnds)
+    let_go(policy, 1, 15)
+    policy.end(ids(15))  # from now on it is known who uses what
+    let_go(policy, 2, 3, 2, 1, 0)
+    policy.hold(ids(1, 0))
+    let_go(policy, 3, 5, 4, 1, 0)  # they part behind 1
+    policy.hold(ids(5, 4, 1, 0))
+    policy.use(ids(6, 5, 4, 1, 0), 4, 0)
+    policy.end(ids(6, 5, 4, 1, 0))
+    policy.free(ids(6, 5, 4, 1, 0))
+    assert policy.evict(9).tolist() == [6, 5, 4, 15, 3, 2, 1, 0]
 
 
 def test_a_policy_of_any_order_passes() -> None:

@@ -35,6 +35,7 @@ from tiny import VOCAB, tiny_model
         "stop_token_ids": [[-1], ["a"], 5, None, [True]],
         "bad_words": [[""], "", None, [3]],
         "structured_outputs": [{"regex": "a"}, "a"],
+        "cache_hint": ["", "end", True, ["ends"]],
     }.items(),
 )
 def test_a_parameter_out_of_its_limits_is_refused_by_name(name: str, values: list[Any]) -> None:
@@ -54,6 +55,7 @@ def test_the_limits_themselves_are_allowed() -> None:
         "logit_bias": [{0: -100, 5: 100}, {}, None],
         "logprobs": [-1, 0, None],
         "seed": [-(2**70), None],
+        "cache_hint": ["ends", None],
     }.items():
         for value in values:
             assert getattr(SamplingParams(**{name: value}), name) == value

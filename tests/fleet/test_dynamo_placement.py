@@ -64,7 +64,7 @@ def test_it_takes_what_is_selected_and_gives_it_back_once(placed) -> None:
     placement, service = placed
     service.selects = 2
     choice = placement.place((1,) * 100, PrefixKeys(), NAMES)
-    assert (choice.ranked, choice.found_tokens) == (("b", "a"), {"GPU": 60})
+    assert (choice.replica, choice.found_tokens) == ("b", {"GPU": 60})
     for _ in range(2):
         placement.note_first_token(choice)
         placement.note_end(choice)

@@ -17,6 +17,7 @@ def test_it_has_what_a_dictionary_has(done, has_stamps) -> None:
         keys = as_keys(np.array(numbers, np.uint64) + np.uint64(2))
         found = table.find(keys)
         assert found.tolist() == [twin.get(key, NOT_THERE) for key in keys.tolist()]
+        assert found.tolist() == [table.find_one(key) for key in keys.tolist()]
         there = found != NOT_THERE
         if adds:
             new = keys[~there]

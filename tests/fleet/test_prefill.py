@@ -222,7 +222,7 @@ def test_no_client_says_what_is_left_where(llms) -> None:
 
 
 def placed(tokens: int) -> Placed:
-    return Placed(number=0, replica="here", ranked=("here",), num_prompt_tokens=tokens)
+    return Placed(number=0, replica="here", num_prompt_tokens=tokens)
 
 
 def test_it_pays_where_sequences_would_wait() -> None:

@@ -346,6 +346,34 @@ def test_a_long_prompt_is_looked_up_piece_by_piece() -> None:
     assert directory.find(hashes, ["a", "b"]) == {"a": {"GPU": 2500}, "b": {"GPU": 256}}
 
 
+def test_a_block_that_is_stored_again_is_found_where_it_lies_now() -> None:
+    """Blocks that were stored together are looked for in rows one after the other."""
+    directory, prompt = PrefixDirectory(GROUPS, 4, key=KEY), Prompt(tuple(range(16)))
+
+    def tell(events) -> None:
+        directory.apply("a", on_the_wire(GROUPS, 4, events))
+
+    tell(prompt.stored(4, range(4)))
+    tell(prompt.removed(4, range(1, 4)))
+    tell(prompt.stored(4, range(1, 2)))  # in the last of the three rows
+    hashes = directory.hashes(prompt.token_ids, prompt.keys)
+    assert directory.find(hashes, ["a"]) == {"a": {"GPU": 2}}
+    directory.check()
+
+
+def test_what_is_stored_block_by_block_is_found_as_a_whole() -> None:
+    """No two blocks of a prompt lie in rows that follow each other."""
+    directory = PrefixDirectory(GROUPS, 4, key=KEY)
+    several = [Prompt((first, *range(1, 2000))) for first in range(2)]
+    for number in range(400):
+        for prompt in several:
+            events = prompt.stored(4, range(number, number + 1))
+            directory.apply("a", on_the_wire(GROUPS, 4, events))
+    for prompt in several:
+        hashes = directory.hashes(prompt.token_ids, prompt.keys)
+        assert directory.find(hashes, ["a"]) == {"a": {"GPU": 400}}
+
+
 # -- storage that several reach --------------------------------------------------------------------
 
 

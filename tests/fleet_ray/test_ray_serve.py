@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from quire import SamplingParams
+from quire.engine.outputs import TextDelta
+from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.fleet import ray_serve
 from quire.fleet.placement import Load
@@ -50,11 +53,13 @@ class Handle:
     """A deployment's handle, whose calls are ready-made, by method."""
 
     def __init__(self, **calls: Call) -> None:
-        self.calls = calls
+        self.calls = {"messages": Call([[]]), **calls}
+        self.asked: list[tuple[Any, ...]] = []  # the method, and its arguments
         self.keywords: list[dict[str, Any]] = []
 
     def options(self, *, method_name: str, stream: bool = False) -> Any:
         def remote(*args: Any, **keywords: Any) -> Call:
+            self.asked.append((method_name, *args))
             self.keywords.append(keywords)
             return self.calls[method_name]
 
@@ -66,6 +71,8 @@ def listed(*names: str) -> Any:
 
 
 REPORT = ReplicaReport(load=Load(num_running=3))
+REQUEST = Request(request_id=1, prompt_token_ids=(5, 6), params=SamplingParams())
+PIECE = TextDelta(index=0, text="a", token_ids=(1,), finish_reason=None)
 
 
 # -- Serve's router --------------------------------------------------------------------------------
@@ -197,22 +204,62 @@ def test_a_watch_that_breaks_is_the_loss_of_the_replica() -> None:
     asyncio.run(ask())
 
 
-def test_a_stream_that_is_left_is_cancelled_there() -> None:
-    pieces = Call(["a piece"])
+class Answering(Call):
+    """Messages that have a piece of the request that has been begun."""
 
-    async def leave() -> None:
-        handle = Handle(watch=Call(), generate=pieces)
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        yield []
+        await self.begun.wait()
+        yield [("x", PIECE)]
+        await asyncio.Event().wait()
+
+
+class Beginning(Call):
+    def __init__(self, answering: Answering) -> None:
+        super().__init__([None])
+        self._answering = answering
+
+    async def _result(self) -> Any:
+        self._answering.begun.set()
+
+
+def test_a_request_is_begun_and_left_at_its_replica() -> None:
+    pieces = Answering()
+    handle = Handle(watch=Call(), messages=pieces, begin=Beginning(pieces), leave=Call([None]))
+
+    async def ask() -> None:
         replica = RayReplica("a", handle, Roll())
-        request: Any = SimpleNamespace()
-        monkey = pytest.MonkeyPatch()
-        monkey.setattr("quire.fleet.replica.to_send", lambda each: each)
-        stream = replica.generate(request, request_id="x")
-        assert await anext(stream) == "a piece"
-        assert not pieces.is_cancelled
+        stream = replica.generate(REQUEST, request_id="x")
+        assert await anext(stream) == PIECE
         await stream.aclose()
-        assert handle.keywords[-1]["to"] == "a"
-        monkey.undo()
+        await asyncio.sleep(0.01)
+        (door, *_), (_, *asked), (_, *left) = (
+            next(each[1:] for each in handle.asked if each[0] == method)
+            for method in ("messages", "begin", "leave")
+        )
+        assert asked == [REQUEST, "x"]
+        assert left == ["x"]
+        assert {each[1] for each in handle.asked if each[0] != "watch"} == {door}
+        assert all(each["to"] == "a" for each in handle.keywords)
+        assert not pieces.is_cancelled
         await replica.close()
 
-    asyncio.run(leave())
+    asyncio.run(asyncio.wait_for(ask(), 10))
     assert pieces.is_cancelled
+
+
+def test_messages_that_break_are_the_loss_of_the_replica() -> None:
+    async def ask() -> None:
+        messages = Call([[]], ActorDiedError())
+        replica = RayReplica("a", Handle(watch=Call([REPORT]), messages=messages), Roll())
+        with pytest.raises(ReplicaLost):
+            await anext(replica.generate(REQUEST, request_id="x"))
+        with pytest.raises(ReplicaLost):
+            await replica.report()
+        await replica.close()
+
+    asyncio.run(ask())

@@ -258,6 +258,8 @@ def test_a_prompt_is_cut_where_that_is_asked_for(llm: AsyncLLM) -> None:
         ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, 400, None),
         ({"logit_bias": {"1": 1000}}, 400, "logit_bias[...]"),
+        ({"cache_hint": "ends"}, 200, None),
+        ({"cache_hint": "keep"}, 400, "cache_hint"),
         ({"cache_salt": ""}, 400, "cache_salt"),
         ({"cache_salt": "a" * 5000}, 400, "cache_salt"),
         ({"suffix": "x"}, 400, "suffix"),

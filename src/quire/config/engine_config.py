@@ -152,7 +152,7 @@ class EngineConfig:
     )
     prefix_caching_policy: str = option(
         DEFAULT_POLICY,
-        "Eviction policy of the prefix cache: choice, lru, lru-2, or one that a package adds.",
+        "Eviction policy of the prefix cache: choice, lru, lru-2, bip, or one that a package adds.",
         panel=ADVANCED,
     )
     watermark: float = option(

@@ -256,7 +256,11 @@ class Scheduler:
             self.offload.forget(sequence)
             if sequence.fault == "model":
                 self.offload.drop(sequence)
-        self._accounting.free(sequence.seq_id, forget=sequence.fault == "model")
+        self._accounting.free(
+            sequence.seq_id,
+            forget=sequence.fault == "model",
+            ended=sequence.request.params.cache_hint == "ends",
+        )
 
     def fail(self, sequence: Sequence, detail: str, reason: FinishReason = "error") -> None:
         """End a sequence that cannot be computed. The next update reports it."""

@@ -114,7 +114,6 @@ class DynamoPlacement:
             placed = replace(
                 placed,
                 replica=first,
-                ranked=(first, *(each for each in placed.ranked if each != first)),
                 found_tokens={"GPU": tokens} if 0 < tokens < len(token_ids) else {},
             )
         self._by_load.reserve(placed)

@@ -20,8 +20,6 @@ from itertools import count
 from math import inf
 from typing import Any, Literal, Protocol, TypeAlias, final
 
-import numpy as np
-
 from quire.engine.outputs import TextDelta
 from quire.engine.prompts import Prompt
 from quire.engine.request_maker import ModelFacts, RequestMaker
@@ -693,11 +691,10 @@ class FleetEngine:
         ]
 
     def _place_at(self, stream: Stream, candidates: list[str]) -> tuple[Placed, Member]:
-        request = stream.request
-        token_ids = [*request.prompt_token_ids, *request.output_token_ids, *stream.token_ids]
-        choice = self._placement.place(
-            np.array(token_ids, np.int32), request.keys, candidates, session=request.session
-        )
+        request, token_ids = stream.request, stream.request.prompt_token_ids
+        if request.output_token_ids or stream.token_ids:
+            token_ids = (*token_ids, *request.output_token_ids, *stream.token_ids)
+        choice = self._placement.place(token_ids, request.keys, candidates, session=request.session)
         member = self.members[choice.replica]
         member.counts.routed_tokens.update(choice.found_tokens)
         member.counts.routed_tokens[None] += choice.computed_tokens

@@ -13,19 +13,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf, nan
 from random import Random
 from types import MappingProxyType
-from typing import Final, Protocol, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import numpy as np
+import numpy.typing as npt
 
-from quire.fleet.key_table import Keys
-from quire.fleet.prefix_directory import PrefixDirectory, PromptTokens
+from quire.fleet.key_table import Keys, Numbers
+from quire.fleet.prefix_directory import MEDIA, PrefixDirectory, PromptTokens
 from quire.kv import NO_KEYS, PrefixKeys
 from quire.kv.prefix_index import Medium
-from quire.units import ceil_div
 
 Clock: TypeAlias = Callable[[], float]  # seconds
+Costs: TypeAlias = npt.NDArray[np.float64]
 
 # -- what is told ----------------------------------------------------------------------------------
 
@@ -53,7 +55,6 @@ class Placed:
 
     number: int  # of the choice, unique in its placement
     replica: str
-    ranked: tuple[str, ...]  # all candidates, the best first; ``replica`` is the first
     num_prompt_tokens: int
     found_tokens: Mapping[Medium, int] = field(
         default_factory=dict
@@ -108,78 +109,143 @@ _FLIGHT_S: Final = 0.05
 _NEW_WEIGHT: Final = 0.05  # of one more request in the mean time that requests take
 
 
+# What a choice reads of each replica, a row of ``Loads.table`` each: the first two change with each
+# request, the others with a report.
+_QUEUED_TOKENS, _NUM_REQUESTS = 0, 1
+_COMPUTE_S, _DECODE_S, _BATCHED_TOKENS, _MAX_SEQS = 2, 3, 4, 5
+_LOAD_S: Final[Mapping[Medium, int]] = MappingProxyType(
+    {medium: 6 + number for number, medium in enumerate(MEDIA)}
+)  # of a block; not a number where it is not known
+_NUM_ROWS: Final = 6 + len(MEDIA)
+
+
 @dataclass(slots=True)
 class _Standing:
-    """One replica's load: the last report, and what has changed since by this placement's doing."""
+    """What a replica was sent by this placement, and where its load is."""
 
-    load: Load = field(default_factory=Load)
-    queued_tokens: int = 0
-    num_requests: int = 0  # running or waiting
+    column: int
     waits_for_token: dict[int, tuple[float, int]] = field(default_factory=dict)  # by choice
     runs: dict[int, float] = field(default_factory=dict)  # when each was placed
 
 
 @final
 class Loads:
-    """What each replica is busy with: its reports, and what was sent there since."""
+    """What each replica is busy with: its last report, and what was sent there since.
+
+    The numbers are in one table, a column a replica, so that a choice reads those of all at once.
+    """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.mean_run_s = 0.0  # that requests take, from their choice to their end
         self._clock = clock
         self._standings: dict[str, _Standing] = {}
+        self._table = np.zeros((_NUM_ROWS, 8))
+        self._free = list(reversed(range(8)))  # columns
 
-    def of(self, replica: str) -> _Standing:
-        """Return a replica's standing, an idle one for a replica that is new."""
-        standing = self._standings.get(replica)
-        if standing is None:
-            standing = self._standings[replica] = _Standing()
-        return standing
+    def of(self, replicas: Sequence[str]) -> Costs:
+        """Return the numbers of replicas, an idle one's for one that is new: f64[rows, n]."""
+        for each in replicas:
+            if each not in self._standings:
+                self._standing(each)
+        return self._table[:, [self._standings[each].column for each in replicas]]
+
+    def num_requests(self, replica: str) -> int:
+        """Return how many requests run or wait there, as far as is known."""
+        return int(self._table[_NUM_REQUESTS, self._standing(replica).column])
+
+    def queued_tokens(self, replica: str) -> int:
+        """Return how many tokens of prompts are to be computed there, as far as is known."""
+        return int(self._table[_QUEUED_TOKENS, self._standing(replica).column])
+
+    def num_open(self, replica: str) -> int:
+        """Return how many requests were sent there and have not ended."""
+        standing = self._standing(replica)
+        return len(standing.runs.keys() | standing.waits_for_token.keys())
 
     def reserve(self, placed: Placed) -> None:
         """Count a request that is sent now."""
-        standing, now_s = self.of(placed.replica), self._clock()
-        standing.queued_tokens += placed.computed_tokens
-        standing.num_requests += 1
+        standing, now_s = self._standing(placed.replica), self._clock()
         standing.waits_for_token[placed.number] = now_s, placed.computed_tokens
         standing.runs[placed.number] = now_s
+        self._add(standing, placed.computed_tokens, 1)
 
     def note_first_token(self, placed: Placed) -> bool:
         """Take a prompt off its replica's queue. Returns: whether it was on it."""
-        standing = self.of(placed.replica)
+        standing = self._standing(placed.replica)
         waited = standing.waits_for_token.pop(placed.number, None)
         if waited is None:
             return False
-        standing.queued_tokens = max(0, standing.queued_tokens - waited[1])
+        self._add(standing, -waited[1], 0)
         return True
 
     def note_end(self, placed: Placed) -> bool:
         """Take a request off its replica. Returns: whether it was there."""
         self.note_first_token(placed)
-        standing = self.of(placed.replica)
+        standing = self._standing(placed.replica)
         began_s = standing.runs.pop(placed.number, None)
         if began_s is None:
             return False
         run_s = self._clock() - began_s
         self.mean_run_s += _NEW_WEIGHT * (run_s - self.mean_run_s) if self.mean_run_s else run_s
-        standing.num_requests = max(0, standing.num_requests - 1)
+        self._add(standing, 0, -1)
         return True
 
     def report(self, replica: str, load: Load) -> None:
         """Take a report in place of what was counted, but for requests that may be on their way."""
-        standing, since_s = self.of(replica), self._clock() - load.age_s - _FLIGHT_S
-        standing.load = load
-        standing.queued_tokens = load.queued_tokens + sum(
-            tokens for at_s, tokens in standing.waits_for_token.values() if at_s > since_s
-        )
-        standing.num_requests = (
-            load.num_waiting
-            + load.num_running
-            + sum(at_s > since_s for at_s in standing.runs.values())
+        standing, since_s = self._standing(replica), self._clock() - load.age_s - _FLIGHT_S
+        self._take(standing.column, load)
+        self._add(
+            standing,
+            sum(tokens for at_s, tokens in standing.waits_for_token.values() if at_s > since_s),
+            sum(at_s > since_s for at_s in standing.runs.values()),
         )
 
     def forget(self, replica: str) -> None:
         """Forget a replica, and what it was sent."""
-        self._standings.pop(replica, None)
+        standing = self._standings.pop(replica, None)
+        if standing is not None:
+            self._free.append(standing.column)
+
+    def _standing(self, replica: str) -> _Standing:
+        standing = self._standings.get(replica)
+        if standing is None:
+            if not self._free:
+                num = self._table.shape[1]
+                self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
+                self._free = list(reversed(range(num, 2 * num)))
+            standing = self._standings[replica] = _Standing(self._free.pop())
+            self._take(standing.column, Load())
+        return standing
+
+    def _take(self, column: int, load: Load) -> None:
+        self._table[:, column] = (
+            load.queued_tokens,
+            load.num_waiting + load.num_running,
+            load.compute_s_per_token,
+            load.decode_s_per_step,
+            load.max_num_batched_tokens,
+            load.max_num_seqs,
+            *(load.load_s_per_block.get(medium, nan) for medium in MEDIA),
+        )
+
+    def _add(self, standing: _Standing, queued_tokens: int, num_requests: int) -> None:
+        for row, more in ((_QUEUED_TOKENS, queued_tokens), (_NUM_REQUESTS, num_requests)):
+            if more:
+                at = row, standing.column
+                self._table[at] = max(0, self._table[at] + more)
+
+
+def _best(costs: Costs, equal: float, num_requests: Costs, last: int | None, random: Random) -> int:
+    """Choose among replicas that cost no more than ``equal`` (costs: f64[n]).
+
+    The ``last`` one if it is among them; else one with the fewest requests (f64[n]), at random.
+    """
+    fits = costs <= equal
+    if last is not None and fits[last]:
+        return last
+    fewest = np.where(fits, num_requests, inf)
+    several = np.flatnonzero(fewest == fewest.min())
+    return int(several[0] if len(several) == 1 else several[random.randrange(len(several))])
 
 
 # -- without the caches ----------------------------------------------------------------------------
@@ -203,14 +269,8 @@ class RoundRobin:
         if not candidates:
             raise ValueError(_NO_CANDIDATES)
         number = next(self._next)
-        first = number % len(candidates)
-        ranked = (*candidates[first:], *candidates[:first])
-        return Placed(
-            number=number,
-            replica=ranked[0],
-            ranked=ranked,
-            num_prompt_tokens=len(token_ids),
-        )
+        replica = candidates[number % len(candidates)]
+        return Placed(number=number, replica=replica, num_prompt_tokens=len(token_ids))
 
     def note_first_token(self, placed: Placed) -> None:
         """Do nothing: no load is counted."""
@@ -250,13 +310,10 @@ class LeastLoaded:
         """Return what ``place`` would choose, without counting it. Raises: ValueError."""
         if not candidates:
             raise ValueError(_NO_CANDIDATES)
-        of, draw = self._loads.of, self._random.random
-        ranked = tuple(sorted(candidates, key=lambda each: (of(each).num_requests, draw())))
+        num_requests = self._loads.of(candidates)[_NUM_REQUESTS]
+        best = _best(num_requests, inf, num_requests, None, self._random)
         return Placed(
-            number=next(self._numbers),
-            replica=ranked[0],
-            ranked=ranked,
-            num_prompt_tokens=len(token_ids),
+            number=next(self._numbers), replica=candidates[best], num_prompt_tokens=len(token_ids)
         )
 
     def reserve(self, placed: Placed) -> None:
@@ -292,6 +349,7 @@ DEFAULT_WORK_WEIGHT: Final = 9.0
 # knows that it comes again and keeps it longer now; another one sees it for the first time.
 _FORMER_WEIGHT: Final = 4.0
 # Costs are estimates: those above the least one by so much of its time are equals.
+_NEAREST: Final[Medium] = MEDIA[0]
 _EQUAL_FRACTION: Final = 0.05
 _EQUAL_S: Final = 0.001
 _MOST_SESSIONS: Final = 65_536
@@ -340,39 +398,34 @@ class PrefixAware:
         if not candidates:
             raise ValueError(_NO_CANDIDATES)
         hashes = self.directory.hashes(token_ids, keys)
-        found = self.directory.find(hashes, candidates)
-        promised = self._promises.find(hashes)
-        formerly = self._former_places.find(hashes)
-        size, longest = self.directory.block_size, len(token_ids) - 1
-        costs: dict[str, tuple[float, float]] = {}
-        # Of each replica: seconds of computing and of waiting, and what it has of the prompt.
-        thought: dict[str, tuple[float, float, dict[Medium, int]]] = {}
-        for replica in candidates:
-            blocks = found.get(replica, {})
-            if (coming := promised.get(replica, 0)) > sum(blocks.values()):
-                blocks = {"GPU": coming}
-            tokens = tokens_of(blocks, size, longest) if blocks else {}
-            num_found = sum(tokens.values())
-            compute_s, wait_s = self._costs_s(replica, len(token_ids) - num_found, blocks)
-            thought[replica] = compute_s, wait_s, tokens
-            weight = self._work_weight
-            if (lost := formerly.get(replica, 0) * size - num_found) > 0:
-                weight -= _FORMER_WEIGHT * lost / len(token_ids)
-            costs[replica] = weight * compute_s + wait_s, compute_s + wait_s
+        places = {name: place for place, name in enumerate(candidates)}
+        loads, blocks = self._loads.of(candidates), self.directory.count(hashes, candidates)
+        promised, formerly = self._promises.marks.of(hashes), self._former_places.marks.of(hashes)
+        self._add_promised(blocks, self._promises.find(promised), places)
+        found = self._tokens_of(blocks, len(token_ids))
+        num_found: Costs = np.zeros(len(candidates))
+        for tokens in found.values():
+            num_found += tokens
+        compute_s, wait_s = self._costs_s(loads, len(token_ids) - num_found, blocks)
+        weights = self._weights(
+            self._former_places.find(formerly), places, num_found, len(token_ids)
+        )
+        costs, seconds = weights * compute_s + wait_s, compute_s + wait_s
+        least = int(costs.argmin())
+        equal = costs[least] + _EQUAL_FRACTION * seconds[least] + _EQUAL_S
         last = self._sessions.get(session) if session is not None else None
-        ranked = self._ranked(costs, last)
-        compute_s, wait_s, tokens = thought[ranked[0]]
+        where = None if last is None else places.get(last)
+        best = _best(costs, equal, loads[_NUM_REQUESTS], where, self._random)
         placed = Placed(
             number=next(self._numbers),
-            replica=ranked[0],
-            ranked=ranked,
+            replica=candidates[best],
             num_prompt_tokens=len(token_ids),
-            found_tokens=tokens,
-            cost_ms=1000 * (compute_s + wait_s),
+            found_tokens={medium: int(n[best]) for medium, n in found.items() if n[best]},
+            cost_ms=1000 * float(seconds[best]),
         )
         self._loads.reserve(placed)
-        self._promises.add(placed, hashes)
-        self._former_places.add(placed.replica, hashes)
+        self._promises.add(placed, promised)
+        self._former_places.add(placed.replica, formerly)
         if session is not None:
             self._sessions[session] = placed.replica
             self._sessions.move_to_end(session)
@@ -397,56 +450,65 @@ class PrefixAware:
         self._promises.forget(replica)
         self._former_places.forget(replica)
 
+    def _add_promised(
+        self, blocks: dict[Medium, Numbers], promised: Mapping[str, int], places: Mapping[str, int]
+    ) -> None:
+        """Count blocks that are being computed (by replica) where they are more than is there."""
+        for replica, coming in promised.items():
+            place = places.get(replica)
+            if place is not None and coming > sum(int(num[place]) for num in blocks.values()):
+                for num in blocks.values():
+                    num[place] = 0
+                blocks.setdefault(_NEAREST, np.zeros(len(places), np.int64))[place] = coming
+
+    def _tokens_of(
+        self, blocks: Mapping[Medium, Numbers], num_prompt_tokens: int
+    ) -> dict[Medium, Numbers]:
+        """Return the tokens of found blocks (i64[n] each). The last of all is always computed."""
+        found: dict[Medium, Numbers] = {}
+        longest: Any = num_prompt_tokens - 1
+        for medium in MEDIA:
+            if medium in blocks:
+                found[medium] = np.minimum(blocks[medium] * self.directory.block_size, longest)
+                longest = longest - found[medium]
+        return found
+
     def _costs_s(
-        self, replica: str, compute: int, blocks: Mapping[Medium, int]
-    ) -> tuple[float, float]:
-        """Estimate how long a prompt computes and how long it waits at a replica, in seconds.
+        self, loads: Costs, compute: Costs, blocks: Mapping[Medium, Numbers]
+    ) -> tuple[Costs, Costs]:
+        """Estimate how long a prompt computes and how long it waits at each replica, in seconds.
 
-        ``compute``: tokens; ``blocks``: that are found.
+        ``compute``: tokens (f64[n]); ``blocks``: that are found (i64[n] each).
         """
-        standing = self._loads.of(replica)
-        load, block_size = standing.load, self.directory.block_size
-        wait_s = standing.queued_tokens * load.compute_s_per_token
+        queued, token_s = loads[_QUEUED_TOKENS], loads[_COMPUTE_S]
+        wait_s = queued * token_s
         for medium, num in blocks.items():
-            computing_s = block_size * load.compute_s_per_token
-            default_s = _LOAD_FRACTION[medium] * computing_s
-            wait_s += num * load.load_s_per_block.get(medium, default_s)
-        num_steps = ceil_div(compute + standing.queued_tokens, load.max_num_batched_tokens)
-        wait_s += num_steps * load.decode_s_per_step
-        if (waiting := standing.num_requests - load.max_num_seqs + 1) > 0:
-            wait_s += waiting * self._loads.mean_run_s / load.max_num_seqs
-        return compute * load.compute_s_per_token, wait_s
+            load_s = loads[_LOAD_S[medium]]
+            default_s = _LOAD_FRACTION[medium] * self.directory.block_size * token_s
+            wait_s += num * np.where(np.isnan(load_s), default_s, load_s)
+        wait_s += np.ceil((compute + queued) / loads[_BATCHED_TOKENS]) * loads[_DECODE_S]
+        waiting = loads[_NUM_REQUESTS] - loads[_MAX_SEQS] + 1
+        wait_s += np.maximum(waiting, 0) * self._loads.mean_run_s / loads[_MAX_SEQS]
+        return compute * token_s, wait_s
 
-    def _ranked(
-        self, costs: Mapping[str, tuple[float, float]], last: str | None
-    ) -> tuple[str, ...]:
-        """Order replicas by cost; among the first equals, as the class says.
+    def _weights(
+        self,
+        formerly: Mapping[str, int],
+        places: Mapping[str, int],
+        num_found: Costs,
+        num_prompt_tokens: int,
+    ) -> Costs:
+        """Return what a second of computing weighs at each replica: f64[n].
 
-        ``costs``: what a replica costs, and the seconds that it was thought to take.
+        ``formerly``: blocks that were sent there last, of which ``num_found`` tokens are there.
         """
-        least, seconds = min(costs.values())
-        equal = least + _EQUAL_FRACTION * seconds + _EQUAL_S
-        of, draw = self._loads.of, self._random.random
-
-        def rank(replica: str) -> tuple[float, bool, int, float]:
-            return (
-                max(costs[replica][0], equal),
-                replica != last,
-                of(replica).num_requests,
-                draw(),
-            )
-
-        return tuple(sorted(costs, key=rank))
-
-
-def tokens_of(blocks: Mapping[Medium, int], size: int, longest: int) -> dict[Medium, int]:
-    """Return the tokens of found blocks of ``size`` tokens, ``longest`` in all, by medium."""
-    found: dict[Medium, int] = {}
-    for medium, num in blocks.items():
-        if (tokens := min(num * size, longest)) > 0:
-            found[medium] = tokens
-            longest -= tokens
-    return found
+        weights = np.full(len(places), self._work_weight)
+        for replica, num in formerly.items():
+            place = places.get(replica)
+            if place is not None:
+                lost = num * self.directory.block_size - num_found[place]
+                weights[place] -= _FORMER_WEIGHT * max(0.0, lost) / num_prompt_tokens
+        return weights
 
 
 @final
@@ -460,11 +522,10 @@ class Promises:
     def __init__(self) -> None:
         self._replicas: dict[int, dict[str, int]] = {}  # how many requests, by prefix hash
         self._open: dict[int, tuple[str, list[int]]] = {}  # by choice
-        self._marks = Marks(4)
+        self.marks = Marks(4)  # which prefixes are kept
 
-    def add(self, placed: Placed, hashes: Keys) -> None:
-        """Promise a prompt's prefixes (hashes: u64[n]) for where it was placed."""
-        kept = self._marks.of(hashes)
+    def add(self, placed: Placed, kept: list[int]) -> None:
+        """Promise a prompt's prefixes, by their hashes, for where it was placed."""
         self._open[placed.number] = placed.replica, kept
         for each in kept:
             replicas = self._replicas.setdefault(each, {})
@@ -484,11 +545,11 @@ class Promises:
                 if not replicas:
                     del self._replicas[each]
 
-    def find(self, hashes: Keys) -> dict[str, int]:
-        """Return how many of a prompt's blocks are promised, by replica."""
+    def find(self, kept: list[int]) -> dict[str, int]:
+        """Return how many of a prompt's blocks are promised, by replica, from its prefixes."""
         found: dict[str, int] = {}
         if self._replicas:
-            for length, each in zip(self._marks.lengths, self._marks.of(hashes), strict=False):
+            for length, each in zip(self.marks.lengths, kept, strict=False):
                 replicas = self._replicas.get(each)
                 if replicas is None:
                     break
@@ -508,20 +569,20 @@ class FormerPlaces:
 
     def __init__(self) -> None:
         self._replicas = OrderedDict[int, str]()  # by prefix hash
-        self._marks = Marks(2)
+        self.marks = Marks(2)  # which prefixes are kept
 
-    def add(self, replica: str, hashes: Keys) -> None:
-        """Remember where a prompt was sent (hashes of its blocks: u64[n])."""
-        for each in self._marks.of(hashes):
+    def add(self, replica: str, kept: list[int]) -> None:
+        """Remember where a prompt was sent, by hashes of its prefixes."""
+        for each in kept:
             self._replicas[each] = replica
             self._replicas.move_to_end(each)
         while len(self._replicas) > _MOST_REMEMBERED:
             self._replicas.popitem(last=False)
 
-    def find(self, hashes: Keys) -> dict[str, int]:
-        """Return how many of a prompt's blocks were sent last to where, by replica."""
+    def find(self, kept: list[int]) -> dict[str, int]:
+        """Return how many of a prompt's blocks were sent last to where, from its prefixes."""
         found: dict[str, int] = {}
-        for length, each in zip(self._marks.lengths, self._marks.of(hashes), strict=False):
+        for length, each in zip(self.marks.lengths, kept, strict=False):
             if (replica := self._replicas.get(each)) is not None:
                 found[replica] = length
         return found

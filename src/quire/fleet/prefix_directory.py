@@ -36,7 +36,7 @@ from quire.engine.event_format import (
     block_name,
 )
 from quire.errors import ConfigError
-from quire.fleet.key_table import Keys, KeyTable, Numbers, as_keys
+from quire.fleet.key_table import NOT_THERE, Keys, KeyTable, Numbers, as_keys
 from quire.kv import PrefixKeys, TokenIds
 from quire.kv.prefix_index import SECRETS, TOKEN_BYTES, Extra, Medium, chained_hash
 from quire.spec import Group, KeptWhole
@@ -53,6 +53,8 @@ _STORE: Final[Medium] = "STORAGE"  # what several replicas may reach
 _ALL, _NONE = np.uint64(2**64 - 1), np.uint64(0)
 _FIRST_ROWS: Final = 64
 _GROWTH: Final = 1.25
+_COMPARED = 256  # blocks of a prompt at first, and then all others
+_LEAST_RUN, _SHORT_RUNS = 16, 4  # rows that follow each other; so many runs may be shorter
 _LOOKED_UP, _LOOKED_UP_MORE = 256, 8  # blocks of a prompt at first, and times as many then
 _KEPT_FRACTION: Final = 7 / 8  # of a replica's limit, once it is passed
 
@@ -62,9 +64,13 @@ class _Holder:
     """A replica or a store: its bit, and the rows of its blocks, by their names in events."""
 
     bit: np.uint64
+    place: int = field(init=False)  # of the bit
     names: KeyTable = field(default_factory=lambda: KeyTable(has_stamps=True))
     store: "_Holder | None" = None  # of a replica: what has its blocks in storage
     sharers: np.uint64 = _NONE  # of a store: the bits of replicas that reach it
+
+    def __post_init__(self) -> None:
+        self.place = int(self.bit).bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,64 +171,102 @@ class PrefixDirectory:
         return as_keys(np.cumsum(terms, dtype=np.uint64))
 
     def find(self, hashes: Keys, replicas: Sequence[str]) -> dict[str, dict[Medium, int]]:
-        """Find how many of a prompt's blocks each replica can use, by where they lie.
-
-        ``hashes``: u64[n], as ``hashes`` makes them. Replicas that have nothing are left out.
-        """
-        with self._lock:
-            bits = {name: self._holder(name).bit for name in replicas}
-            asked = np.uint64(sum({int(bit) for bit in bits.values()}))
-            media, hit = self._look_up(hashes, asked)
-        # Each block of a hit counts where it is nearest.
-        counts: dict[Medium, list[int]] = {}
-        for medium, there in media.items():
-            counts[medium] = _counted(there & hit)
-            hit = hit & ~there
-        found = {}
-        for name, bit in bits.items():
-            place = int(bit).bit_length() - 1
-            by_medium = {medium: num[place] for medium, num in counts.items() if num[place]}
-            if by_medium:
-                found[name] = by_medium
+        """Return what ``count`` finds, by replica. Those that have nothing are left out."""
+        found: dict[str, dict[Medium, int]] = {}
+        for medium, counts in self.count(hashes, replicas).items():
+            for name, num in zip(replicas, counts.tolist(), strict=True):
+                if num:
+                    found.setdefault(name, {})[medium] = num
         return found
 
-    def _look_up(self, hashes: Keys, asked: np.uint64) -> tuple[dict[Medium, Keys], Keys]:
-        """Return bits of replicas for each block: is it in a medium (u64[n] each), in the hit.
+    def count(self, hashes: Keys, replicas: Sequence[str]) -> dict[Medium, Numbers]:
+        """Count how many of a prompt's blocks each replica can use, by where they lie: i64[n] each.
 
-        What lies behind a block that ends all hits is not looked up.
+        ``hashes``: u64, as ``hashes`` makes them; ``replicas``: n different ones.
         """
-        columns = list(self._bits)
-        pieces: list[dict[Column, Keys]] = []
-        running, first, count = asked, 0, _LOOKED_UP
-        while first < len(hashes) and running:
-            rows = self._rows.find(hashes[first : first + count])
-            pieces.append({column: self._of_rows(rows, column) for column in columns})
-            for number in self._read_whole:
-                running &= np.bitwise_and.reduce(_either(pieces[-1], number, len(rows)))
-            first, count = first + count, _LOOKED_UP_MORE * count
-        if not pieces:
+        with self._lock:
+            for name in replicas:
+                if name not in self._holders:
+                    self._holder(name)
+            places = [self._holders[name].place for name in replicas]
+            asked = np.uint64(sum(1 << place for place in places))
+            media, hit = self._look_up(hashes, asked)
+        # Each block of a hit counts where it is nearest.
+        counts: dict[Medium, Numbers] = {}
+        for medium, there in media.items():
+            counts[medium] = _counted(there & hit)[places]
+            hit = hit & ~there
+        return counts
+
+    def _look_up(self, hashes: Keys, asked: np.uint64) -> tuple[dict[Medium, Keys], Keys]:
+        """Return bits of replicas for each block: is it in a medium (u64[n] each), in the hit."""
+        # Where a group is read as a whole, no hit goes on behind a block that is nowhere.
+        rows = self._beginning(hashes) if self._read_whole else self._rows.find(hashes)
+        if not len(rows):
             return {}, np.zeros(0, np.uint64)
-        there = pieces[0]
-        if len(pieces) > 1:
-            there = {each: np.concatenate([part[each] for part in pieces]) for each in columns}
+        there = {column: self._of_rows(rows, column) for column in self._bits}
         # By number of blocks from 1 on: has a replica all that is read behind so many?
-        num_blocks = min(first, len(hashes))
-        fits = np.full(num_blocks, asked)
+        fits = np.full(len(rows), asked)
         for number, group in enumerate(self._groups):
-            either = _either(there, number, num_blocks)
+            either = _either(there, number, len(rows))
             if number in self._read_whole:
                 fits &= np.bitwise_and.accumulate(either)
             else:
-                fits &= _all_between(either, _first_read(group, self.block_size, num_blocks))
+                fits &= _all_between(either, _first_read(group, self.block_size, len(rows)))
         if len(self._read_whole) < len(self._groups):
             fits = np.bitwise_or.accumulate(fits[::-1])[::-1]
         told = self._read_whole[0] if self._read_whole else 0
         return {m: there[told, m] for m in MEDIA if (told, m) in there}, fits
 
+    def _beginning(self, hashes: Keys) -> Numbers:
+        """Return the rows of a prompt's first blocks (hashes: u64[n]), up to one that is nowhere.
+
+        Blocks that were stored together lie in rows one after the other: so one is looked up, and
+        those behind it are compared. What was stored in small pieces is looked up as a whole.
+        """
+        parts: list[Numbers] = []
+        first = 0
+        while first < len(hashes):
+            if first < _LEAST_RUN * (len(parts) - _SHORT_RUNS):
+                parts.append(self._looked_up(hashes[first:]))
+                break
+            row = self._rows.find_one(int(hashes[first]))
+            if row == NOT_THERE:
+                break
+            num = self._num_alike(row, hashes[first:])
+            parts.append(np.arange(row, row + num))
+            first += num
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def _num_alike(self, row: int, hashes: Keys) -> int:
+        """Return how many of these blocks (u64[n]) lie in this row and those behind it."""
+        num = 0
+        for most in (min(_COMPARED, len(hashes)), len(hashes)):
+            behind = self._hashes[row + num : row + most]
+            alike = behind == hashes[num : num + len(behind)]
+            if not alike.all():
+                return num + int(alike.argmin())
+            num += len(behind)
+        return num
+
+    def _looked_up(self, hashes: Keys) -> Numbers:
+        """Return the rows of blocks (u64[n]), up to one that is nowhere, each looked up."""
+        parts: list[Numbers] = []
+        first, count = 0, _LOOKED_UP
+        while first < len(hashes):
+            rows = self._rows.find(hashes[first : first + count])
+            missing = rows == NOT_THERE
+            if missing.any():
+                parts.append(rows[: int(missing.argmax())])
+                break
+            parts.append(rows)
+            first, count = first + count, _LOOKED_UP_MORE * count
+        return np.concatenate(parts)
+
     def _of_rows(self, rows: Numbers, column: Column) -> Keys:
         """Return the bits of rows (i64[n]) in a column: u64[n]."""
         there = self._bits[column][rows]
-        there[rows < 0] = _NONE
+        there[rows == NOT_THERE] = _NONE
         if column[1] == _STORE:
             for store in self._stores.values():
                 there[(there & store.bit) != 0] |= store.sharers
@@ -432,7 +476,8 @@ class PrefixDirectory:
             is_known &= ~moved
         rows = self._rows.find(told)
         is_fit &= is_known | ~((rows >= 0) & self._has_any(holder, rows))
-        missing = is_fit & (rows < 0)
+        missing = np.flatnonzero(is_fit & (rows < 0))
+        missing = missing[np.argsort(last[missing])]  # a chain's blocks get rows in its order
         rows[missing] = self._make_rows(told[missing], depths[last][missing])
         new = is_fit & ~is_known
         holder.names.insert(unique[new], rows[new], self._stamp)
@@ -471,8 +516,10 @@ class PrefixDirectory:
                 bits[rows] &= ~holder.bit
             left |= bits[rows]
         holder.names.remove(names[(left & holder.bit) == 0])
-        free = rows[left == 0]
+        # In order, so that blocks which lay together leave rows which lie together.
+        free = np.sort(rows[left == 0])
         self._rows.remove(self._hashes[free])
+        self._hashes[free] = _NONE  # no block is found there
         self._free_rows[self._num_free : self._num_free + len(free)] = free
         self._num_free += len(free)
 
@@ -558,7 +605,9 @@ class _PrefixHash:
         if words.shape[1] % 2:
             words = np.pad(words, ((0, 0), (0, 1)))
         pairs = np.ascontiguousarray(words).view(np.uint64)
-        digests = _mixed(pairs * self._factors(pairs.shape[1]), self._more).sum(axis=1)
+        products = pairs * self._factors(pairs.shape[1])
+        products ^= products >> np.uint64(32)
+        digests: Keys = np.einsum("ij->i", products)  # .sum(axis=1) takes twice as long
         for number, text in images.items():
             keyed = blake2b(text, key=self._secret, digest_size=8).digest()
             digests[number] ^= np.uint64(int.from_bytes(keyed, "little"))
@@ -624,13 +673,13 @@ def _all_between(there: Keys, first: Numbers) -> Keys:
     return found
 
 
-def _counted(bits: Keys) -> list[int]:
+def _counted(bits: Keys) -> Numbers:
     """Count for each of ``MAX_REPLICAS`` the blocks (u64[n], n ≥ 1) with its bit."""
     starts = np.concatenate(([0], np.flatnonzero(bits[1:] != bits[:-1]) + 1))  # of equal ones
     lengths = np.concatenate((starts[1:], [len(bits)])) - starts
     runs = bits[starts].astype("<u8").view(np.uint8)
     each = np.unpackbits(runs, bitorder="little").reshape(len(starts), MAX_REPLICAS)
-    counts: list[int] = (lengths @ each).tolist()
+    counts: Numbers = lengths @ each.astype(np.int64)
     return counts
 
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import secrets
 import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from quire.engine.outputs import TextDelta
     from quire.engine.sequence import Request
     from quire.fleet.replica import LocalReplica, ReplicaFacts, ReplicaReport
+    from quire.fleet.shared_stream import Message, Outbox
 
 log = logging.getLogger(__name__)
 
@@ -237,6 +239,7 @@ class ServedReplica:
         self._shutdown_s = shutdown_s
         self._num_watchers = 0
         self._leaving: asyncio.Task[None] | None = None
+        self._outboxes: dict[str, Outbox] = {}  # by door
         wait_patiently()
         keep_few_shapes()
         from quire.engine.async_llm import AsyncLLM
@@ -314,13 +317,33 @@ class ServedReplica:
         )
         return replace(facts, events=events)
 
-    async def generate(
-        self, request: "Request", request_id: str, *, to: str, roll: Roll | None = None
-    ) -> "AsyncIterator[TextDelta]":
-        """Continue a prompt, as ``LocalReplica`` does."""
-        async with aclosing(self._here(to).generate(request, request_id=request_id)) as pieces:
-            async for delta in pieces:
-                yield delta
+    async def messages(
+        self, door: str, *, to: str, roll: Roll | None = None
+    ) -> "AsyncIterator[Message]":
+        """Yield what is said of a door's requests, as an ``Outbox`` does."""
+        from quire.fleet.shared_stream import Outbox
+
+        here = self._here(to)
+        for each in [name for name, outbox in self._outboxes.items() if outbox.is_closed]:
+            del self._outboxes[each]
+        outbox = self._outboxes.setdefault(door, Outbox(here))
+        async with aclosing(outbox.messages()) as messages:
+            async for message in messages:
+                yield message
+
+    async def begin(
+        self, door: str, request: "Request", request_id: str, *, to: str, roll: Roll | None = None
+    ) -> None:
+        """Run a request of a door, of which its ``messages`` tell."""
+        await self._outbox(door, to).begin(request, request_id)
+
+    async def leave(self, door: str, request_id: str, *, to: str, roll: Roll | None = None) -> None:
+        """End a request whose reader has gone."""
+        await self._outbox(door, to).leave(request_id)
+
+    async def note_read(self, door: str, count: int, *, to: str, roll: Roll | None = None) -> None:
+        """Note that a door has read so many more messages."""
+        await self._outbox(door, to).note_read(count)
 
     async def abort(
         self, request_ids: list[str] | None, *, to: str, roll: Roll | None = None
@@ -360,6 +383,8 @@ class ServedReplica:
     async def _end_what_runs(self) -> None:
         await asyncio.sleep(self._shutdown_s)
         await self._here().abort(None)
+        for outbox in list(self._outboxes.values()):  # Serve waits until no call is under way
+            await outbox.close()
 
     def _here(self, to: str | None = None) -> "LocalReplica":
         """Return the engine. Raises: ReplicaRefused for a call that is meant for another replica.
@@ -372,6 +397,15 @@ class ServedReplica:
             raise ReplicaRefused(f"replica {to or self.name} is not on Serve's list any more")
         local: LocalReplica = self._local
         return local
+
+    def _outbox(self, door: str, to: str) -> "Outbox":
+        """Return what a door's requests say. Raises: ReplicaRefused where it does not listen."""
+        from quire.fleet.replica import ReplicaRefused
+
+        self._here(to)
+        if door not in self._outboxes:
+            raise ReplicaRefused(f"replica {self.name} has no stream to this door")
+        return self._outboxes[door]
 
     def _reached(self, endpoint: Any) -> Any:
         """Return an endpoint as other machines reach it."""
@@ -396,6 +430,60 @@ def _log_beside_serve() -> None:
 
 
 @final
+class RayCalls:
+    """Calls of one replica's methods. Its errors are told as ours."""
+
+    def __init__(self, name: str, handle: Any, roll: Roll) -> None:
+        self.name = name
+        self._handle, self._keywords = handle, {"to": name, "roll": roll}
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method there. Raises: what it raises; ReplicaLost."""
+        call = self._handle.options(method_name=method).remote(*args, **self._keywords)
+        try:
+            with _told_as_ours(self.name):
+                return await call
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """Yield what a method yields there; end it if it is left. Raises: as ``call``."""
+        handle = self._handle.options(method_name=method, stream=True)
+        stream = handle.remote(*args, **self._keywords)
+        is_over = False
+        try:
+            with _told_as_ours(self.name):
+                async for each in stream:
+                    yield each
+            is_over = True
+        finally:
+            if not is_over:
+                stream.cancel()
+
+
+@final
+class RayOutbox:
+    """A replica's ``Outbox`` for this door."""
+
+    def __init__(self, calls: RayCalls) -> None:
+        self._calls = calls
+        self._door = secrets.token_hex(8)
+
+    def messages(self) -> "AsyncGenerator[Message, None]":
+        return self._calls.stream("messages", self._door)
+
+    async def begin(self, request: "Request", request_id: str) -> None:
+        await self._calls.call("begin", self._door, request, request_id)
+
+    async def leave(self, request_id: str) -> None:
+        await self._calls.call("leave", self._door, request_id)
+
+    async def note_read(self, count: int) -> None:
+        await self._calls.call("note_read", self._door, count)
+
+
+@final
 class RayReplica:
     """A replica of Serve's, as a handle of the fleet's. It belongs to the door's event loop.
 
@@ -403,8 +491,10 @@ class RayReplica:
     """
 
     def __init__(self, name: str, handle: Any, roll: Roll) -> None:
-        self._name, self._handle = name, handle
-        self._keywords = {"to": name, "roll": roll}
+        from quire.fleet.shared_stream import Inbox
+
+        self._name, self._calls = name, RayCalls(name, handle, roll)
+        self._inbox = Inbox(name, RayOutbox(self._calls))
         self._last: ReplicaReport | None = None
         self._fresh: ReplicaReport | None = None  # that has not been asked for
         self._lost: QuireError | None = None
@@ -417,38 +507,34 @@ class RayReplica:
         return self._name
 
     async def facts(self) -> "ReplicaFacts":
-        facts: ReplicaFacts = await self._call("facts")
+        facts: ReplicaFacts = await self._calls.call("facts")
         return facts
 
-    async def generate(
-        self, request: "Request", *, request_id: str
-    ) -> "AsyncGenerator[TextDelta, None]":
-        from quire.fleet.replica import ReplicaRefused, to_send
+    def generate(self, request: "Request", *, request_id: str) -> "AsyncGenerator[TextDelta, None]":
+        from quire.fleet.replica import ReplicaRefused
 
         if not self._is_listed:
             raise ReplicaRefused(f"replica {self._name} is not on Serve's list at present")
-        async with aclosing(self._stream("generate", to_send(request), request_id)) as pieces:
-            async for delta in pieces:
-                yield delta
+        return self._inbox.generate(request, request_id=request_id)
 
     async def abort(self, request_ids: Iterable[str] | None) -> None:
         if self._is_listed:  # else it cannot be asked, and ends by itself what runs
-            await self._call("abort", None if request_ids is None else list(request_ids))
+            await self._calls.call("abort", None if request_ids is None else list(request_ids))
 
     async def report(self) -> "ReplicaReport":
         """Return a report that has come since the last call, or wait for one."""
         while self._fresh is None and self._lost is None:
             self._told.clear()
             await self._told.wait()
-        if self._lost is not None:
-            raise self._lost
+        if (lost := self._lost or self._inbox.lost) is not None:
+            raise lost
         report, self._fresh = self._fresh, None
         assert report is not None
         return report if self._is_listed else replace(report, takes_requests=False)
 
     async def begin_drain(self) -> None:
         if self._is_listed:
-            await self._call("begin_drain")
+            await self._calls.call("begin_drain")
 
     @property
     def listed(self) -> bool:
@@ -467,15 +553,16 @@ class RayReplica:
         self._watching.cancel()
 
     async def close(self) -> None:
-        """Give back what the handle holds. What runs there goes on."""
+        """Give back what the handle holds. What runs there for this door ends."""
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
+        await self._inbox.close()
 
     async def _watch(self) -> None:
         from quire.fleet.replica import ReplicaLost
 
         try:
-            async with aclosing(self._stream("watch")) as reports:
+            async with aclosing(self._calls.stream("watch")) as reports:
                 async for report in reports:
                     self._last = self._fresh = report
                     self._told.set()
@@ -483,30 +570,6 @@ class RayReplica:
         except Exception as error:
             self._lost = ReplicaLost(f"replica {self._name} cannot be watched: {one_line(error)}")
         self._told.set()
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        """Call a method there. Raises: what it raises; ReplicaLost."""
-        call = self._handle.options(method_name=method).remote(*args, **self._keywords)
-        try:
-            with _told_as_ours(self._name):
-                return await call
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-
-    async def _stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield what a method yields there; end it if it is left. Raises: as ``_call``."""
-        handle = self._handle.options(method_name=method, stream=True)
-        stream = handle.remote(*args, **self._keywords)
-        is_over = False
-        try:
-            with _told_as_ours(self._name):
-                async for each in stream:
-                    yield each
-            is_over = True
-        finally:
-            if not is_over:
-                stream.cancel()
 
 
 @contextmanager

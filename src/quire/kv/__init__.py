@@ -8,7 +8,13 @@ then ``paged``.
 from quire.kv.allocation import FITS, AllocationResult, Fits, Never, NotNow
 from quire.kv.block_pool import PoolSize
 from quire.kv.contiguous import FirstFit
-from quire.kv.eviction import DEFAULT_POLICY, EVICTION_POLICIES, EvictionPolicy, PolicyPool
+from quire.kv.eviction import (
+    DEFAULT_POLICY,
+    EVICTION_POLICIES,
+    EvictionPolicy,
+    HeedsEnds,
+    PolicyPool,
+)
 from quire.kv.growing import GrowingAccounting
 from quire.kv.interface import (
     AS_IT_IS,
@@ -62,6 +68,7 @@ __all__ = [
     "Fits",
     "GrowingAccounting",
     "Growth",
+    "HeedsEnds",
     "HeldRange",
     "Image",
     "LayerView",

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from quire.errors import ConfigError
 from quire.kv.eviction import (
     EvictionPolicy,
+    HeedsEnds,
     MakePolicy,
     PolicyPool,
     Prints,
@@ -381,11 +382,11 @@ class BlockPool:
             self._count_held(free, 1)
         self.refs[blocks] = refs + 1
 
-    def release(self, blocks: Ids, now: int, priority: Priority) -> Ids:
+    def release(self, blocks: Ids, now: int, priority: Priority, *, ended: bool = False) -> Ids:
         """Count one holder less for blocks (i64[n]), deepest first.
 
-        Blocks that the index knows stay cached; the others are empty. Returns: granules whose
-        pages may go (i64[m]).
+        Blocks that the index knows stay cached; the others are empty. ``ended``: the conversation
+        ends with the sequence that held them. Returns: granules whose pages may go (i64[m]).
         """
         # Asking for indices costs a third of asking whether there are any.
         known = (self.nodes[blocks] != NO_NODE).nonzero()[0]
@@ -394,6 +395,8 @@ class BlockPool:
         elif len(known):
             own = priority if isinstance(priority, int) else priority[known]
             self.evictable.use(blocks[known], now, own)
+        if ended and len(known) and isinstance(self.evictable, HeedsEnds):
+            self.evictable.end(blocks if len(known) == len(blocks) else blocks[known])
         refs = self.refs[blocks] - 1
         if len(refs.nonzero()[0]):  # only then can one block be in the batch twice
             np.subtract.at(self.refs, blocks, 1)
@@ -725,15 +728,20 @@ class Pools:
         """Count one more holder for each of these distinct blocks (i64[n])."""
         self._pools[group].hold(blocks)
 
-    def release(self, group: int, blocks: Ids, priority: Priority = 0) -> None:
-        """Count one holder less for blocks (i64[n]), deepest first; known content stays cached."""
+    def release(
+        self, group: int, blocks: Ids, priority: Priority = 0, *, ended: bool = False
+    ) -> None:
+        """Count one holder less for blocks (i64[n]), deepest first; known content stays cached.
+
+        ``ended``: the conversation ends with the sequence that held them.
+        """
         if len(blocks):
             self._clock += 1
             while self._clock >= _LATEST:
                 self._clock -= _LATEST // 2
                 for pool in self._pools:
                     pool.evictable.rewind(_LATEST // 2)
-            granules = self._pools[group].release(blocks, self._clock, priority)
+            granules = self._pools[group].release(blocks, self._clock, priority, ended=ended)
             self._note(Release, group, granules)
 
     def copy(self, group: int, sources: Ids, targets: Ids, num_slots: Sequence[int]) -> None:

@@ -216,7 +216,7 @@ class ContiguousAccounting(RangeAccounting[_SequenceRange]):
     def steady_tokens(self, seq_id: int) -> int:
         return self.sequences[seq_id].max_tokens  # its place is there
 
-    def free(self, seq_id: int, *, forget: bool = False) -> None:
+    def free(self, seq_id: int, *, forget: bool = False, ended: bool = False) -> None:
         held = self.sequences.pop(seq_id)
         if held.start is not None:
             self._arena.free(held.start)

@@ -13,13 +13,14 @@ benchmarks/accounting/bench_eviction.py measures which policy keeps what real tr
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.kv.eviction_queue import NO_IDS, EvictionQueue, Ids
-from quire.kv.policy_duel import NEVER, PolicyDuel
+from quire.kv.order_trials import Order, OrderTrials
+from quire.kv.shadow_caches import KEEP_ONE_IN, NEVER
 from quire.plugins import Registry
 
 # -- the interface ---------------------------------------------------------------------------------
@@ -102,6 +103,21 @@ class EvictionPolicy(Protocol):
         ...
 
 
+@runtime_checkable
+class HeedsEnds(Protocol):
+    """What an eviction policy may have besides: it is told what clients know.
+
+    A client may say that a conversation ends with a request, and may be wrong.
+    """
+
+    def end(self, blocks: Ids) -> None:
+        """Note that the sequence which has just used these blocks was its conversation's last.
+
+        Deepest first, between ``use`` and ``free``. Other sequences may use them as well.
+        """
+        ...
+
+
 # -- ghost entries ---------------------------------------------------------------------------------
 
 # When evicted blocks were last used: a small table that may forget.
@@ -112,6 +128,7 @@ class EvictionPolicy(Protocol):
 
 
 GhostTimes = npt.NDArray[np.int64]
+_NO_TIMES: GhostTimes = np.empty(0, np.int64)
 _SLOTS_A_BLOCK = 2
 _LEAST_SLOTS = 1 << 14
 _GHOST_REACH = 8  # a time is believed so many times the number of blocks back
@@ -129,71 +146,97 @@ class Ghosts:
         self._slots = np.zeros(slots, np.uint32)
         self._last = np.uint32(slots - 1)  # there are a power of two of them
         # A power of two, so that the clock can be set back by one without moving the ticks.
-        self._tick = 1 << max(0, min(14, (num_blocks // _TICKS).bit_length()))
+        self.tick = 1 << max(0, min(14, (num_blocks // _TICKS).bit_length()))
         self._reach = _GHOST_REACH * num_blocks
-        one_in = 1 << max(0, (self._reach // slots).bit_length() - 1)
-        self._mask = np.uint32(one_in - 1)  # prints with none of these bits are remembered
+        self.one_in = 1 << max(0, (self._reach // slots).bit_length() - 1)
+        self._mask = np.uint32(self.one_in - 1)  # prints with none of these bits are remembered
 
     @property
     def nbytes(self) -> int:
         return self._slots.nbytes
 
-    def remember(self, prints: Prints, times: GhostTimes) -> None:
+    def remember(self, prints: Prints, times: Times) -> None:
         """Note when blocks of these contents, which are evicted, were used last."""
         if self._mask:
-            sampled = prints & self._mask == 0
+            sampled = (prints & self._mask == 0).nonzero()[0]
             prints, times = prints[sampled], times[sampled]
-        ticks = (times // self._tick).astype(np.uint32) & _LOW
+        ticks = (times // self.tick).astype(np.uint32) & _LOW
         self._slots[self._place(prints)] = (prints | _LEAST_TAG) & ~_LOW | ticks
 
-    def recall(self, prints: Prints, now: int) -> GhostTimes:
-        """Return roughly when each was last used; ``NEVER`` where that is not known."""
+    def recall(self, prints: Prints, now: int) -> tuple[Ids, GhostTimes]:
+        """Return which of these contents are known, by place, and about when each was last used."""
+        sampled: Ids | None = None
+        if self._mask:
+            sampled = (prints & self._mask == 0).nonzero()[0]
+            prints = prints[sampled]
         found = self._slots[self._place(prints)]
-        known = (found ^ (prints | _LEAST_TAG)) <= _LOW  # no tag is zero
-        known &= prints & self._mask == 0
-        ages = ((now // self._tick - found.astype(np.int64)) & 0xFFFF) * self._tick
-        known &= ages <= self._reach
-        return np.where(known, np.maximum(now - ages, 0), NEVER)
+        known = ((found ^ (prints | _LEAST_TAG)) <= _LOW).nonzero()[0]  # no tag is zero
+        if not len(known):
+            return NO_IDS, _NO_TIMES
+        ages = ((now // self.tick - found[known].astype(np.int64)) & 0xFFFF) * self.tick
+        near = (ages <= self._reach).nonzero()[0]
+        known = known[near]
+        times = np.maximum(now - ages[near], 0)
+        return known if sampled is None else sampled[known], times
 
     def _place(self, prints: Prints) -> npt.NDArray[np.uint32]:
         places: npt.NDArray[np.uint32] = prints * _SPREAD >> _SHIFT & self._last
         return places
 
 
-# -- least recently used ---------------------------------------------------------------------------
+# -- orders of past uses ---------------------------------------------------------------------------
 
 
 _PRIORITY = 1 << 48  # one step of priority outweighs any time
 _LEAST_IMPORTANT = 127
+_BEFORE_ALL = 1 << 32  # more than any time
 
 
 class Recency:
-    """Blocks in the order of a past use: the last one (LRU), or the one before it (LRU-2).
+    """Blocks in an order of their past uses (``Order``).
 
-    LRU is right where what was used just now comes back soon. LRU-2 is right where much comes once
-    and never again: a block that was used once is worth less than any that came back, so a flood of
-    new prompts evicts itself. To tell the two apart it must know when a block that is gone was
-    last used (``ghosts``). Which of them is right changes with the traffic and the size of the
-    cache; with a ``duel`` both are tried on a sample, and the better one decides.
+    ``LAST`` (LRU) is right where what was used just now comes back soon. ``LAST_BUT_ONE`` (LRU-2)
+    is right where much comes once and never again: a block that was used once is worth less than
+    any that came back, so a flood of new prompts evicts itself. To tell the two apart it must know
+    when a block that is gone was last used (``ghosts``). ``NEWCOMERS`` (BIP) is right where the
+    same prompts come round and round, and are too many for the pool: it keeps some of them, where
+    the others keep each until right before it comes again.
 
-    Source: LRU-2, O'Neil, O'Neil and Weikum 1993.
+    ``ENDED_FIRST`` and ``ENDED_EARLIER`` are for blocks of conversations of which clients say that
+    they have ended. What others use too has not: it is the blocks behind the last place at which
+    prompts part.
+
+    Which of them is right changes with the traffic and the size of the cache. With ``trials`` all
+    are watched on a sample, and one that finds less than LRU loses its seat.
+
+    Source: LRU-2, O'Neil, O'Neil and Weikum 1993; bimodal insertion, Qureshi et al. 2007.
     """
 
     def __init__(
-        self,
-        pool: PolicyPool,
-        *,
-        by_last: bool = True,
-        duel: PolicyDuel | None = None,
+        self, pool: PolicyPool, *, order: Order = Order.LAST, with_trials: bool = False
     ) -> None:
-        self._by_last = by_last
-        self._duel = duel
+        self._order = order
         self._prints_of = pool.prints_of
-        self._ghosts = Ghosts(pool.num_blocks) if duel or not by_last else None
+        self._trials: OrderTrials | None = None
+        self._ghosts: Ghosts | None = None
+        if with_trials or order is Order.LAST_BUT_ONE:
+            self._ghosts = Ghosts(pool.num_blocks)
+        if with_trials:
+            assert self._ghosts is not None
+            self._trials = OrderTrials(
+                pool.num_blocks, tick=self._ghosts.tick, gap=self._ghosts.one_in
+            )
         num_ids = pool.num_ids
         self._runs = EvictionQueue(num_ids)
         self._last = np.full(num_ids, NEVER, np.int32)
         self._before = self._last if self._ghosts is None else self._last.copy()
+        self._is_new = np.zeros(num_ids, bool)  # not hit yet, and not one of those that stay
+        self._num_misses = 0
+        self._ends: _Ends | None = None  # from the first conversation that is said to end
+        self._ended_by = {
+            Order.ENDED_EARLIER: pool.num_blocks,  # … on the clock, which counts blocks computed
+            Order.ENDED_FIRST: _BEFORE_ALL,
+        }
         self._priority = np.zeros(num_ids, np.int8)
         self._has_priorities = False
 
@@ -203,33 +246,62 @@ class Recency:
     def use(self, blocks: Ids, now: int, priority: Priority) -> None:
         last = self._last[blocks]
         self._last[blocks] = now
-        fresh = (last == NEVER).nonzero()[0]
+        is_fresh = last == NEVER
+        fresh = is_fresh.nonzero()[0]
         if self._has_priorities or not isinstance(priority, int) or priority:
             self._has_priorities = True
             self._priority[blocks[fresh]] = _LEAST_IMPORTANT
             wanted = np.broadcast_to(np.int8(priority), blocks.shape)
             np.minimum.at(self._priority, blocks, wanted)
+        if self._trials is not None or self._order is Order.NEWCOMERS:
+            self._num_misses += len(fresh) > 0
+            stays = self._num_misses % KEEP_ONE_IN == 0
+            self._is_new[blocks] = False if stays else is_fresh
+        if self._ends is not None:
+            self._ends.use(blocks, is_fresh)
         if self._ghosts is None:
             return
         prints = self._prints_of(blocks)
         if len(fresh):
-            last[fresh] = self._ghosts.recall(prints[fresh], now)
-        # An ancestor was used whenever its descendant was, even if its ghost has been forgotten.
-        self._before[blocks] = np.maximum.accumulate(last)
-        if self._duel is not None:
-            sampled = prints[prints & self._duel.mask == 0]
-            if len(sampled) and self._duel.watch(sampled[::-1].tolist()) != self._by_last:
-                self._by_last = not self._by_last
+            known, times = self._ghosts.recall(prints[fresh], now)
+            if len(known):
+                last[fresh[known]] = times
+                # An ancestor was used whenever its descendant was, even if its ghost is forgotten.
+                last = np.maximum.accumulate(last)
+        self._before[blocks] = last
+        if self._trials is not None:
+            sampled = prints[(prints & self._trials.mask == 0).nonzero()[0]]
+            num_hits = len(blocks) - len(fresh)
+            order = self._trials.watch(sampled[::-1].tolist(), last, num_hits, now)
+            if order is not self._order:
+                self._order = order
                 self._reorder()
 
+    def end(self, blocks: Ids) -> None:
+        """Note that a conversation has ended, if orders are tried: by itself each is as it is."""
+        if self._trials is None:
+            return
+        if self._ends is None:
+            self._ends = _Ends(self._last != NEVER)
+        ended = self._ends.end(blocks)
+        prints = self._prints_of(ended)
+        sampled = prints[(prints & self._trials.mask == 0).nonzero()[0]]
+        self._trials.end(sampled[::-1].tolist())
+
     def free(self, blocks: Ids) -> None:
-        scores = (self._last if self._by_last else self._before)[blocks]
+        past = self._before if self._order is Order.LAST_BUT_ONE else self._last
+        scores = past[blocks]
+        if self._order is Order.NEWCOMERS:
+            scores = np.where(self._is_new[blocks], -scores, scores)
+        elif self._order in self._ended_by and self._ends is not None:
+            ended = self._ends.have_ended[blocks]
+            scores = scores - ended * np.int64(self._ended_by[self._order])
         if self._has_priorities:
             scores = scores - self._priority[blocks].astype(np.int64) * _PRIORITY
         if not self._has_priorities and scores[0] == scores[-1]:  # along a path they only rise
             self._runs.put(int(scores[0]), blocks)
             return
-        ends = (np.diff(scores) != 0).nonzero()[0] + 1
+        ends = (scores[1:] != scores[:-1]).nonzero()[0] + 1
         begin = 0
         for end in (*ends.tolist(), len(blocks)):
             self._runs.put(int(scores[begin]), blocks[begin:end])
@@ -262,6 +334,8 @@ class Recency:
         for times in (self._last, self._before) if self._ghosts is not None else (self._last,):
             known = times != NEVER
             times[known] = np.maximum(times[known] - ticks, 0)
+        if self._trials is not None:
+            self._trials.rewind(ticks)
         self._reorder()
 
     def check(self, cached: Ids) -> None:
@@ -270,8 +344,7 @@ class Recency:
     def _forget(self, blocks: Ids) -> None:
         """Keep at most a ghost of evicted blocks."""
         if self._ghosts is not None:
-            times = self._last[blocks].astype(np.int64)
-            self._ghosts.remember(self._prints_of(blocks), times)
+            self._ghosts.remember(self._prints_of(blocks), self._last[blocks])
         self._last[blocks] = NEVER
 
     def _reorder(self) -> None:
@@ -281,6 +354,36 @@ class Recency:
             self.free(blocks)
 
 
+class _Ends:
+    """Which blocks belong to one conversation alone, and which of these have ended."""
+
+    def __init__(self, are_cached: npt.NDArray[np.bool_]) -> None:
+        """``are_cached``: what is known of whom they belong to is that it is not known."""
+        self._are_shared = are_cached.copy()
+        self._have_below = are_cached.copy()  # whether a prompt went on behind a block
+        self.have_ended = np.zeros_like(are_cached)
+
+    def use(self, blocks: Ids, are_fresh: npt.NDArray[np.bool_]) -> None:
+        """Note a sequence's use of blocks, deepest first: of the fresh ones it is the first."""
+        self.have_ended[blocks] = False
+        fresh = blocks[are_fresh]
+        self._are_shared[fresh] = self._have_below[fresh] = False
+        num_fresh = len(fresh)
+        if num_fresh < len(blocks):
+            # The deepest that was there before: prompts part behind it if another went on there.
+            # If one is missing in between, it is not known who went on where.
+            first = 0 if not are_fresh[:num_fresh].all() else num_fresh
+            if first < num_fresh or self._have_below[blocks[first]]:
+                self._are_shared[blocks[first:]] = True
+        self._have_below[blocks[1:]] = True
+
+    def end(self, blocks: Ids) -> Ids:
+        """Note that the conversation has ended. Returns: those that it alone had, deepest first."""
+        ended = blocks[~self._are_shared[blocks]]
+        self.have_ended[ended] = True
+        return ended
+
+
 def lru(pool: PolicyPool) -> EvictionPolicy:
     """Make the policy that evicts the least recently used block."""
     return Recency(pool)
@@ -288,12 +391,17 @@ def lru(pool: PolicyPool) -> EvictionPolicy:
 
 def lru2(pool: PolicyPool) -> EvictionPolicy:
     """Make the policy that evicts by the use before the last."""
-    return Recency(pool, by_last=False)
+    return Recency(pool, order=Order.LAST_BUT_ONE)
+
+
+def bip(pool: PolicyPool) -> EvictionPolicy:
+    """Make the policy that evicts what was not hit yet, the newest first."""
+    return Recency(pool, order=Order.NEWCOMERS)
 
 
 def choice(pool: PolicyPool) -> EvictionPolicy:
-    """Make the policy that follows the one of the two that would have found more lately."""
-    return Recency(pool, duel=PolicyDuel(pool.num_blocks))
+    """Make the policy that follows whichever of these finds more, and LRU in doubt."""
+    return Recency(pool, with_trials=True)
 
 
 MakePolicy: TypeAlias = Callable[[PolicyPool], EvictionPolicy]
@@ -302,6 +410,6 @@ DEFAULT_POLICY = "choice"
 EVICTION_POLICIES: Registry[MakePolicy] = Registry(
     "eviction policy",
     "quire.eviction_policies",
-    {"choice": choice, "lru": lru, "lru-2": lru2},
+    {"choice": choice, "lru": lru, "lru-2": lru2, "bip": bip},
     lambda found: None if callable(found) else f"{found!r} makes no policy: it is not callable",
 )

@@ -16,6 +16,7 @@ import numpy.typing as npt
 Ids: TypeAlias = npt.NDArray[np.intp]
 NO_IDS: Ids = np.empty(0, np.intp)
 _NO_RUN = 0
+_LAST_SERIAL = 2**31 - 1
 _SLACK = 1 << 12  # stale entries that are not worth a sweep
 
 
@@ -40,7 +41,7 @@ class EvictionQueue:
 
     def put(self, score: int, blocks: Ids) -> None:
         """Put a run in."""
-        if self._num_entries > 2 * self._len + _SLACK or self._serial == np.iinfo(np.int32).max:
+        if self._num_entries > 2 * self._len + _SLACK or self._serial == _LAST_SERIAL:
             self._sweep()
         self._serial += 1
         heapq.heappush(self._heap, (score, self._serial, _QueuedRun(blocks.astype(np.int32))))
@@ -67,21 +68,24 @@ class EvictionQueue:
     def pop(self, count: int, *, one_run: bool = False) -> Ids:
         """Take the first ``count`` out, or as many as there are (in the first run)."""
         found: list[Ids] = []
+        heap, run_of = self._heap, self._run_of
         count = min(count, self._len)
         while count:
-            _, serial, run = self._heap[0]
-            stop = min(run.begin + max(count, 16), len(run.blocks))
-            entries = run.blocks[run.begin : stop]
-            alive = (self._run_of[entries] == serial).nonzero()[0]
+            _, serial, run = heap[0]
+            begin = run.begin
+            stop = min(begin + max(count, 16), len(run.blocks))
+            entries = run.blocks[begin:stop]
+            alive = (run_of[entries] == serial).nonzero()[0]
             if len(alive) > count:
                 alive = alive[:count]
-                stop = run.begin + int(alive[-1]) + 1
-            self._num_entries -= stop - run.begin
+                stop = begin + int(alive[-1]) + 1
+            self._num_entries -= stop - begin
             run.begin = stop
             if stop == len(run.blocks):
-                heapq.heappop(self._heap)
+                heapq.heappop(heap)
             if len(alive):
-                found.append(entries[alive].astype(np.intp))
+                taken = entries[: len(alive)] if len(alive) == stop - begin else entries[alive]
+                found.append(taken.astype(np.intp))
                 count -= len(alive)
                 if one_run:
                     break

@@ -168,7 +168,7 @@ class GrowingAccounting(RangeAccounting[_Buffers]):
     def steady_tokens(self, seq_id: int) -> int:
         return min(self.sequences[seq_id].capacities)  # then it is copied
 
-    def free(self, seq_id: int, *, forget: bool = False) -> None:
+    def free(self, seq_id: int, *, forget: bool = False, ended: bool = False) -> None:
         held = self.sequences.pop(seq_id)
         if held.row < 0:
             return

@@ -368,10 +368,11 @@ class Accounting(Protocol):
         """
         ...
 
-    def free(self, seq_id: int, *, forget: bool = False) -> None:
+    def free(self, seq_id: int, *, forget: bool = False, ended: bool = False) -> None:
         """End a sequence and give back what only it holds.
 
         ``forget``: no sequence is to find what it has computed, nor the whole blocks it began with.
+        ``ended``: its client says that the conversation ends with it, so what it alone used may go.
         """
         ...
 

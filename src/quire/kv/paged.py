@@ -149,13 +149,16 @@ class BlockCoordinator:
             blocks = self.tables.cut(number, row, self._num_blocks(number, row))
             self._release(number, row, blocks)
 
-    def free(self, seq_id: int, *, forget: bool = False) -> None:
-        """End a sequence, deepest block first; ``forget`` what it leaves in the index."""
+    def free(self, seq_id: int, *, forget: bool = False, ended: bool = False) -> None:
+        """End a sequence, deepest block first; ``forget`` what it leaves in the index.
+
+        ``ended``: its conversation ends with it.
+        """
         row = self.tables.rows[seq_id]
         if forget:
             self._cache.forget(row)
         for number in self._numbers:
-            self._release(number, row, self.tables.held(number, row))
+            self._release(number, row, self.tables.held(number, row), ended=ended)
         self._cache.remove(row)
         self.tables.remove(seq_id)
 
@@ -504,9 +507,9 @@ class BlockCoordinator:
             return int(self.tables.ends[number, row]) if num_tokens else 0
         return -(-num_tokens // self.tables.block_size)
 
-    def _release(self, number: int, row: int, blocks: Ids) -> None:
+    def _release(self, number: int, row: int, blocks: Ids, *, ended: bool = False) -> None:
         """A row holds these no more; they are given shallowest first, and go deepest first."""
-        self.pools.release(number, blocks[::-1], int(self.tables.priorities[row]))
+        self.pools.release(number, blocks[::-1], int(self.tables.priorities[row]), ended=ended)
 
     def _priorities(self, rows: Ids) -> Priority:
         return self.tables.priorities[rows] if self._has_priorities else 0

@@ -74,7 +74,7 @@ class RangeAccounting(ABC, Generic[Held]):
         """Make room as ``Accounting`` says. Raises: KeyError for an unknown sequence."""
 
     @abstractmethod
-    def free(self, seq_id: int, *, forget: bool = False) -> None:
+    def free(self, seq_id: int, *, forget: bool = False, ended: bool = False) -> None:
         """End a sequence and release its pages. Raises: KeyError for an unknown one."""
 
     @abstractmethod
@@ -334,7 +334,7 @@ class RowAccounting(RangeAccounting[Row]):
         held.num_tokens = num_tokens
         return FITS
 
-    def free(self, seq_id: int, *, forget: bool = False) -> None:
+    def free(self, seq_id: int, *, forget: bool = False, ended: bool = False) -> None:
         held = self.sequences.pop(seq_id)
         if held.row >= 0:
             self._set_backed(held, self._nothing)

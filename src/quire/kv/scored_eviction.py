@@ -38,6 +38,7 @@ class CachedBlock:
     used_before: int | None = None  # the use before the last one
     hits: int = 0  # uses after the first: by later sequences, and by forks and beams
     priority: int  # the smallest of the requests that used it, -128 to 127: of the most important
+    ended: bool = False  # whether a client says that the last conversation that used it has ended
 
     @property
     def prefix_tokens(self) -> int:
@@ -114,8 +115,14 @@ class ScoredPolicy(EvictionPolicy):
                 self._enter(block, *places[block], important)
                 continue
             found.hits += 1
+            found.ended = False
             found.used_before, found.last_used = found.last_used, now
             found.priority = min(found.priority, important)
+
+    @final
+    def end(self, blocks: Ids) -> None:
+        for block in blocks.tolist():
+            self._known[block].ended = True
 
     @final
     def free(self, blocks: Ids) -> None:

@@ -152,10 +152,10 @@ class SharedVirtualAccounting(PagedAccounting):
             return self.num_tokens(seq_id)
         return super().steady_tokens(seq_id)
 
-    def free(self, seq_id: int, *, forget: bool = False) -> None:
+    def free(self, seq_id: int, *, forget: bool = False, ended: bool = False) -> None:
         row = self._rows.pop(seq_id, _NO_ROW)  # a prefix that is pinned has none
         self._sequences.pop(self.tables.rows[seq_id], None)
-        super().free(seq_id, forget=forget)
+        super().free(seq_id, forget=forget, ended=ended)
         if row >= 0:
             self._windows.park(row)
 

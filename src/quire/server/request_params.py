@@ -28,7 +28,7 @@ MAX_BIASES = 1024
 _SAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "stop_token_ids", "bad_words", "include_stop_str_in_output"),
-    *("skip_special_tokens", "ignore_eos", "min_tokens", "allowed_token_ids"),
+    *("skip_special_tokens", "ignore_eos", "min_tokens", "allowed_token_ids", "cache_hint"),
 )
 # Fields that a beam search has too, or that do not change it.
 _OF_A_SEARCH = ("n", "max_tokens", "temperature", "seed", "ignore_eos")

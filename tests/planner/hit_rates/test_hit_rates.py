@@ -1,25 +1,32 @@
 """Hit rates: the fast ways against slow ones, the core of the engine, and all there could be."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
+from quire.kv import EVICTION_POLICIES, CachedBlock, Extension, Fits, Score, ScoredPolicy
+from quire.kv.eviction import MakePolicy
 from quire.planner.hit_rates import (
     OWN_POLICIES,
+    Prompts,
     TieredHits,
     hit_rate_curve,
+    policy_replay,
     prompts_of,
     tiered_hits,
 )
-from quire.planner.hit_rates.curve import core_hits
 from quire.planner.hit_rates.optimum import Optimum
+from quire.planner.hit_rates.policy_replay import PolicyReplay
 from quire.planner.hit_rates.stack_distances import infinite_hits, lru_curve, lru_hits
+from quire.planner.hit_rates.tiered import prefix_accounting
 from quire.planner.kept_records import InTwoQueues, KeptRecords, LastUsed
 from quire.traces import TraceRequest
 
@@ -93,6 +100,45 @@ def best_of_all(requests: Sequence[TraceRequest], size: int) -> int:
     return best(0, frozenset())
 
 
+def core_hits(prompts: Prompts, num_blocks: int, policy: str) -> int:
+    """Each prompt through the engine's accounting, a block of the trace as a block of one token."""
+    accounting = prefix_accounting(num_blocks, policy, longest=num_blocks)
+    own = (
+        prompts.num_blocks
+    )  # of a last token that each prompt computes, so that all others may hit
+    hit_tokens = 0
+    for number in range(prompts.num_requests):
+        chain = prompts.chain(number)
+        if len(chain) > num_blocks:
+            continue
+        accounting.add(number)
+        hit = accounting.match_prefix(number, np.append(chain, np.int32(own + number)))
+        assert isinstance(accounting.try_extend(number, len(chain), Extension(hit=hit)), Fits)
+        if hit.num_tokens < len(chain):
+            rest = chain[hit.num_tokens :]
+            accounting.mark_computed([number], [len(rest)], rest)
+        accounting.free(number)
+        accounting.drain()
+        hit_tokens += prompts.tokens_of(number, hit.num_tokens)
+    return hit_tokens
+
+
+@contextmanager
+def registered(name: str, policy: MakePolicy) -> Iterator[None]:
+    EVICTION_POLICIES.register(name, policy)
+    try:
+        yield
+    finally:
+        EVICTION_POLICIES.unregister(name)
+
+
+class FewestHits(ScoredPolicy):
+    """A policy of another package, which is told where each block is."""
+
+    def score(self, block: CachedBlock, now: int) -> Score:
+        return block.hits, -block.depth, block.last_used
+
+
 # -- the tests ----------------------------------------------------------------------------------
 
 
@@ -120,12 +166,29 @@ def test_lru_of_all_sizes_at_once_is_lru_of_each(
 
 
 @given(requests=traffic(), size=st.integers(1, 30))
-@settings(max_examples=60)
-def test_the_engines_own_core_finds_what_the_stack_says(
+@settings(max_examples=40)
+def test_the_engines_own_core_finds_what_is_found_without_it(
     requests: list[TraceRequest], size: int
 ) -> None:
     prompts = prompts_of(requests)
+    replay = PolicyReplay(prompts)
     assert core_hits(prompts, size, "lru") == lru_hits(prompts, [size])[0]
+    with registered("fewest-hits", FewestHits):
+        for policy in (*EVICTION_POLICIES, "fewest-hits"):
+            assert replay.hits(size, policy) == core_hits(prompts, size, policy), policy
+
+
+def test_a_long_trace_is_found_the_same_without_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long enough for ghosts and trials of orders; and paths are not kept."""
+    rng = np.random.default_rng(3)
+    monkeypatch.setattr(policy_replay, "_KEPT_IDS", 0)
+    beginnings = rng.integers(0, 40, 600) * 10
+    prompts = prompts_of(
+        request([n, n + 1, n + 2, *range(1000 * at, 1000 * at + at % 4)])
+        for at, n in enumerate(beginnings.tolist(), 1)
+    )
+    for policy in ("choice", "lru-2", "bip"):
+        assert PolicyReplay(prompts).hits(60, policy) == core_hits(prompts, 60, policy) > 0
 
 
 @given(requests=traffic(most=6, longest=4, kinds=2), size=st.integers(1, 6))

@@ -20,9 +20,15 @@ POOL_BLOCKS = 24
 FAST = "memory=10,10,0"
 
 
+def forgetful(**options: Any) -> Fleet:
+    """A pool that holds two prompts, and keeps none of those that come in turn: it goes by LRU."""
+    fleet = fleet_of(num_blocks=POOL_BLOCKS, **options)
+    return replace(fleet, sizes=replace(fleet.sizes, eviction_policy="lru"))
+
+
 def fleet_with(*addresses: str, speeds: tuple[str, ...] = (FAST,), **options: Any) -> Fleet:
     """A pool that holds two prompts, and tiers."""
-    fleet = fleet_of(num_blocks=POOL_BLOCKS, **options)
+    fleet = forgetful(**options)
     config = EngineConfig(kv_tier=addresses)
     groups = fleet.spec.groups
     tiers = planned_tiers(config, groups, block_size=16, table=TierTable.of(speeds, ()))
@@ -42,7 +48,7 @@ def run(fleet: Fleet, trace: list[TraceRequest] | None = None) -> SimulationResu
 
 
 def test_what_the_pool_has_forgotten_comes_from_a_tier() -> None:
-    without, found = run(fleet_of(num_blocks=POOL_BLOCKS)), run(fleet_with("memory:?size=1GiB"))
+    without, found = run(forgetful()), run(fleet_with("memory:?size=1GiB"))
     assert without.prefix_hit_tokens == 0
     assert without.tiers is None
     totals = found.tiers
@@ -75,7 +81,7 @@ def test_a_slow_tier_is_not_waited_for() -> None:
     found = run(fleet_with("memory:?size=1GiB", speeds=("memory=0.0001,10,0",)))
     assert found.tiers is not None
     assert found.tiers.hit_tokens < 12 * 144
-    usual = run(fleet_of(num_blocks=POOL_BLOCKS)).latencies["ttft_s"]["max"]
+    usual = run(forgetful()).latencies["ttft_s"]["max"]
     assert found.latencies["ttft_s"]["max"] < 3 * usual  # waits no longer than computing takes
 
 

@@ -2,8 +2,8 @@
 
 ``hit_rate_curve(open_trace(path), [10**6, 4 * 10**6])`` does all of it. A miss has one of three
 reasons: no earlier prompt had the tokens (cold), the cache had evicted them, or they fill no block
-(partial). LRU is computed for all sizes in one pass, the other policies by the engine's own
-accounting, and the optimum knows the future.
+(partial). LRU is computed for all sizes in one pass, the other policies by the engine's own code
+for them, and the optimum knows the future.
 
 A request takes no time here, and only prompts are cached. An engine holds the blocks of several
 requests at once, which leaves fewer to hit, and caches answers too, which the next turn of a
@@ -12,82 +12,16 @@ conversation hits. It also computes at least one token of a prompt, where here a
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
-import numpy as np
-
 from quire.errors import ConfigError
-from quire.kv import EVICTION_POLICIES, Extension, Fits
-from quire.kv.interface import CacheConfig
-from quire.kv.paged import PagedAccounting
+from quire.kv import EVICTION_POLICIES
 from quire.planner.hit_rates.optimum import Optimum
-from quire.planner.hit_rates.prefix_tree import TELL_EVERY, OnRequest, Prompts, prompts_of
+from quire.planner.hit_rates.policy_replay import PolicyReplay
+from quire.planner.hit_rates.prefix_tree import OnRequest, Prompts, prompts_of
 from quire.planner.hit_rates.stack_distances import infinite_hits, lru_hits
-from quire.spec import FullAttention, Group
 from quire.traces import TraceRequest
-
-# -- the engine's own accounting -------------------------------------------------------------------
-
-# A request takes the cached blocks of its prompt, allocates the others, marks all as computed, and
-# frees them. A block holds one token here, and the token is the block's number: the accounting does
-# what it does in an engine, except that it need not hash and compare a block's token ids.
-
-
-def core_hits(
-    prompts: Prompts,
-    num_blocks: int,
-    policy: str,
-    on_request: OnRequest = lambda _: None,
-    *,
-    first_counted: int = 0,
-) -> int:
-    """Count hit tokens in a cache of ``num_blocks`` with a policy; it refuses larger prompts.
-
-    Requests before ``first_counted`` fill the cache only. Raises: ConfigError for an unknown
-    policy.
-    """
-    accounting = prefix_accounting(num_blocks, policy, longest=num_blocks)
-    # A hit leaves at least one token to compute, so each prompt gets a last token of its own.
-    own = prompts.num_blocks
-    hit_tokens = 0
-    for request in range(prompts.num_requests):
-        chain = prompts.chain(request)
-        if len(chain) > num_blocks:
-            continue
-        accounting.add(request)
-        asked = np.append(chain, np.int32(own + request))
-        hit = accounting.match_prefix(request, asked)
-        verdict = accounting.try_extend(request, len(chain), Extension(hit=hit))
-        assert isinstance(verdict, Fits), f"{len(chain)} of {num_blocks} blocks do not fit"
-        if hit.num_tokens < len(chain):
-            rest = chain[hit.num_tokens :]
-            accounting.mark_computed([request], [len(rest)], rest)
-        accounting.free(request)
-        accounting.drain()
-        if request >= first_counted:
-            hit_tokens += prompts.tokens_of(request, hit.num_tokens)
-        if request % TELL_EVERY == 0:
-            on_request(request)
-    return hit_tokens
-
-
-def prefix_accounting(num_blocks: int, policy: str, *, longest: int) -> PagedAccounting:
-    """Make a cache of ``num_blocks`` blocks of one token, for prompts of ``longest`` tokens."""
-    group = Group(
-        spec=FullAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn"), layers=(0,)
-    )
-    config = CacheConfig(
-        max_model_len=1 + longest,
-        max_num_seqs=1,
-        capacity_bytes=num_blocks * group.bytes_per_token,
-        block_size=1,
-        page_bytes=1,
-        eviction_policy=policy,
-    )
-    return PagedAccounting((group,), config)
-
-
-# -- the curve -------------------------------------------------------------------------------------
 
 LRU: Final = "lru"
 OPTIMUM: Final = "optimum"
@@ -220,6 +154,10 @@ class _CurveRun:
             by_policy={policy: tuple(self._policy(policy)) for policy in policies},
         )
 
+    @cached_property
+    def _replay(self) -> PolicyReplay:
+        return PolicyReplay(self._prompts)
+
     def _policy(self, policy: str) -> Iterator[HitRate]:
         for size, hits in zip(self._sizes, self._hits(policy), strict=True):
             yield self._rate(policy, size, hits)
@@ -235,11 +173,10 @@ class _CurveRun:
                 future.hits(size, self._teller(f"{policy}, {size:,} blocks"), first_counted=skip)
                 for size in sizes
             ]
+        replay = self._replay
         return [
-            core_hits(
-                *(prompts, size, policy),
-                self._teller(f"{policy}, {size:,} blocks"),
-                first_counted=skip,
+            replay.hits(
+                size, policy, self._teller(f"{policy}, {size:,} blocks"), first_counted=skip
             )
             for size in sizes
         ]

@@ -15,11 +15,11 @@ from hashlib import sha256
 
 import numpy as np
 
-from quire.kv import Extension, Fits
-from quire.planner.hit_rates.curve import prefix_accounting
+from quire.kv import CacheConfig, Extension, Fits, PagedAccounting
 from quire.planner.hit_rates.prefix_tree import TELL_EVERY, OnRequest, Prompts
 from quire.planner.kept_records import InTwoQueues, KeptRecords, LastUsed
 from quire.planner.planned_tiers import RECORDS_A_CALL, PlannedTier
+from quire.spec import FullAttention, Group
 from quire.tiers import Name
 
 _NUMBER_BYTES = 8
@@ -63,6 +63,22 @@ def kept_blocks(tier: PlannedTier, block_tokens: int) -> KeptRecords:
     return InTwoQueues(num_blocks)
 
 
+def prefix_accounting(num_blocks: int, policy: str, *, longest: int) -> PagedAccounting:
+    """Make a cache of ``num_blocks`` blocks of one token, for prompts of ``longest`` tokens."""
+    group = Group(
+        spec=FullAttention(num_kv_heads=1, head_dim=1, dtype="float8_e4m3fn"), layers=(0,)
+    )
+    config = CacheConfig(
+        max_model_len=1 + longest,
+        max_num_seqs=1,
+        capacity_bytes=num_blocks * group.bytes_per_token,
+        block_size=1,
+        page_bytes=1,
+        eviction_policy=policy,
+    )
+    return PagedAccounting((group,), config)
+
+
 def tiered_hits(
     prompts: Prompts,
     cache_tokens: int,
@@ -79,7 +95,9 @@ def tiered_hits(
     """
     num_blocks, size = cache_tokens // prompts.block_tokens, prompts.block_tokens
     accounting = prefix_accounting(num_blocks, policy, longest=num_blocks)
-    own = prompts.num_blocks  # of a last token that each prompt computes, as in ``core_hits``
+    own = (
+        prompts.num_blocks
+    )  # of a last token that each prompt computes, so that all others may hit
     pool_tokens, tokens = 0, [0] * len(tiers)
     loads, loaded, stored = ([0] * len(tiers) for _ in range(3))
     for request in range(prompts.num_requests):

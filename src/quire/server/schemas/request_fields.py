@@ -108,6 +108,7 @@ class Sampling(Addressed, kw_only=True):
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    cache_hint: Literal["ends"] | None = None  # ours: the conversation ends with this request
     prompt_logprobs: NumLogprobs | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

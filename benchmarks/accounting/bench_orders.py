@@ -1,0 +1,193 @@
+"""What the default eviction policy finds beside LRU and the optimum, at many sizes, with hints too.
+
+Each trace in whole blocks of 512 tokens, as an engine keeps them, through the policy's own code
+(``PolicyReplay``). Hit rates are exact: neither noise nor repetition changes them.
+
+A hint is one bit a request: no later prompt goes on behind this one. It is right, or turned around
+for a share of the requests, drawn from a seed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks.harness.report import Output, Run, Table, WithClaims
+from quire.planner.hit_rates import Prompts, prompts_of
+from quire.planner.hit_rates.optimum import Optimum
+from quire.planner.hit_rates.policy_replay import PolicyReplay
+from quire.planner.hit_rates.stack_distances import lru_hits
+from quire.traces import TraceRequest, open_trace
+
+MOONCAKE = "mooncake_conversation.jsonl"
+KV_TESTER = "kv-cache-tester.tar.zst"
+BLOCK_TOKENS = 512
+MILLION = 10**6
+NUM_SIZES, FROM_TOKENS, TO_TOKENS = 24, MILLION // 2, 64 * MILLION
+WRONG = (0.0, 0.2, 0.33)  # shares of the hints
+_EVERY = 4  # one in so many sizes with hints
+LOOP_BLOCKS, LOOP_CACHE, LOOP_ROUNDS = 8_800, 8_000, 12
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """Percent of a trace's prompt tokens, at one size."""
+
+    blocks: int
+    lru: float
+    optimum: float
+    choice: float
+    hinted: list[float] = field(default_factory=list)  # as many as WRONG, or none
+
+    @property
+    def tokens(self) -> float:
+        return self.blocks * BLOCK_TOKENS / MILLION
+
+
+def measure(name: str, prompts: Prompts, seed: int, run: Run) -> list[Found]:
+    """Replay a trace at each size."""
+    tokens = np.geomspace(FROM_TOKENS, TO_TOKENS, NUM_SIZES)
+    sizes = [int(each) // BLOCK_TOKENS for each in tokens]
+    replay, future, found = PolicyReplay(prompts), Optimum(prompts), list[Found]()
+    hints = [_hints(prompts, wrong, seed) for wrong in WRONG]
+    percent = 100 / prompts.num_tokens
+    for number, (size, lru) in enumerate(zip(sizes, lru_hits(prompts, sizes), strict=True)):
+        each = Found(
+            blocks=size,
+            lru=lru * percent,
+            optimum=future.hits(size) * percent,
+            choice=replay.hits(size, "choice") * percent,
+        )
+        if number % _EVERY == 0:
+            each.hinted = [replay.hits(size, "choice", ended=ended) * percent for ended in hints]
+        run.aside.print(f"{name}, {each.tokens:.1f} M tokens: {each}", markup=False)
+        found.append(each)
+    return found
+
+
+def _hints(prompts: Prompts, wrong: float, seed: int) -> list[bool]:
+    """Return for each request whether its client says that no prompt will go on behind it."""
+    last_use = dict[int, int]()
+    for number in range(prompts.num_requests):
+        last_use.update(dict.fromkeys(prompts.path(number), number))
+    ended = np.array([last_use.get(end) == at for at, end in enumerate(prompts.ends)])
+    turned = np.random.default_rng(seed).random(len(ended)) < wrong
+    said: list[bool] = (ended ^ turned).tolist()
+    return said
+
+
+def loop() -> Found:
+    """Blocks that are read in a circle, 22 at a time, and are a tenth more than the cache has."""
+    chains = np.arange(LOOP_BLOCKS).reshape(-1, 22).tolist()
+    prompts = prompts_of(
+        TraceRequest(
+            at_s=0, input_tokens=len(ids), output_tokens=1, hash_ids=tuple(ids), id_tokens=1
+        )
+        for ids in chains * LOOP_ROUNDS
+    )
+    percent = 100 / prompts.num_tokens
+    return Found(
+        blocks=LOOP_CACHE,
+        lru=lru_hits(prompts, [LOOP_CACHE])[0] * percent,
+        optimum=Optimum(prompts).hits(LOOP_CACHE) * percent,
+        choice=PolicyReplay(prompts).hits(LOOP_CACHE, "choice") * percent,
+    )
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def table(name: str, found: Sequence[Found]) -> Table:
+    columns = ("M tokens", "lru", "choice", "choice / lru", "optimum")
+    rows = []
+    for each in found:
+        hinted = [f"{percent:.2f}" for percent in each.hinted] or ["" for _ in WRONG]
+        cells = (each.tokens, each.lru, each.choice)
+        ratio = f"{each.choice / each.lru:.3f}" if each.lru else ""
+        rows.append([*(f"{cell:.2f}" for cell in cells), ratio, f"{each.optimum:.2f}", *hinted])
+    titles = (f"hints, {100 * wrong:.0f} % wrong" for wrong in WRONG)
+    return Table(
+        title=f"{name}: found in percent of prompt tokens", columns=(*columns, *titles), rows=rows
+    )
+
+
+def claims(every: dict[str, list[Found]], circle: Found) -> Iterator[dict[str, Any]]:
+    for name, found in every.items():
+        worst = min(found, key=lambda each: each.choice / each.lru)
+        yield _claim(
+            f"{name}: choice against LRU at {len(found)} sizes, the worst at {worst.tokens:.1f} M",
+            (worst.choice, worst.lru),
+            ">= 0.99 x",
+            holds=worst.choice >= 0.99 * worst.lru,
+        )
+        with_hints = [each for each in found if each.hinted]
+        worst = min(with_hints, key=lambda each: each.hinted[-1] / each.lru)
+        yield _claim(
+            f"{name}: a third of the hints wrong, against LRU, the worst at {worst.tokens:.1f} M",
+            (worst.hinted[-1], worst.lru),
+            ">= 1 x",
+            holds=worst.hinted[-1] >= worst.lru,
+        )
+    yield _claim(
+        f"{LOOP_BLOCKS:,} blocks in a circle, a cache of {LOOP_CACHE:,}: found, and the optimum",
+        (circle.choice, circle.optimum),
+        ">= 40 %",
+        holds=circle.choice >= 40,
+    )
+
+
+def _claim(claim: str, figures: tuple[float, float], goal: str, *, holds: bool) -> dict[str, Any]:
+    ours, peer = figures
+    return {
+        "claim": claim, "ours": round(ours, 3), "peer": round(peer, 3), "unit": "%",
+        "ratio": round(ours / peer, 4), "goal": goal, "holds": holds,
+    }  # fmt: skip
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
+
+
+@app.command()
+def main(
+    traces: Annotated[
+        Path | None,
+        typer.Option(help=f"Folder that has {MOONCAKE} and, if wanted, {KV_TESTER}. Needed."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the wrong hints, and of when agents begin.")] = 0,
+    with_claims: WithClaims = False,
+    output: Output = None,
+) -> None:
+    """Hit rates of the default eviction policy at 24 sizes, beside LRU and the optimum."""
+    if traces is None:
+        if with_claims or output:
+            raise typer.BadParameter("nothing to claim or to write without --traces FOLDER")
+        print("SKIPPED: nothing is measured without --traces FOLDER.")
+        return
+    run = Run("accounting.bench_orders", width=150)
+    every, notes = dict[str, list[Found]](), list[str]()
+    for name, file in (("Mooncake", MOONCAKE), ("kv-cache-tester", KV_TESTER)):
+        path = traces / file
+        if not path.exists():
+            notes.append(f"SKIPPED: {name}: there is no {file} in the traces' folder.")
+            continue
+        trace = open_trace(path, seed=seed)
+        prompts = prompts_of(trace, block_tokens=BLOCK_TOKENS, whole_blocks=True)
+        every[name] = measure(name, prompts, seed, run)
+    circle = loop()
+    run.end(
+        [*(table(name, found) for name, found in every.items()), table("A circle", [circle])],
+        run.setting(f" --traces … --seed {seed}"),
+        notes=notes,
+        claims=claims(every, circle) if with_claims else (),
+        output=output,
+    )
+
+
+if __name__ == "__main__":
+    app()

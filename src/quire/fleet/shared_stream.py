@@ -1,0 +1,298 @@
+"""Many answers as one stream, from a replica to a door.
+
+What a step of the replica's engine has generated for a door travels as one message, so that a
+token does not cost one. ``Outbox`` runs a door's requests beside the engine and gathers their
+pieces; ``Inbox`` gives each reader in the door its own. A piece waits for no other one: what is
+there is sent. While the door is behind, messages are rare, and pieces wait at the engine, where
+those of a continuation become one.
+
+How messages travel is left to a ``RemoteOutbox``. What is sent can be pickled.
+"""
+
+import asyncio
+import pickle
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from contextlib import aclosing, suppress
+from typing import Any, Final, Protocol, TypeAlias, final
+
+from quire.engine.outputs import TextDelta
+from quire.engine.request_tracker import OutputCollector
+from quire.engine.sequence import Request
+from quire.errors import QuireError, one_line
+from quire.fleet.replica import ReplicaHandle, ReplicaLost, ReplicaRefused, to_send
+
+# What has come of which request: a piece, what it ended with, or None where all has been said.
+Said: TypeAlias = TextDelta | QuireError | None
+Message: TypeAlias = list[tuple[str, Said]]
+
+_MOST_UNREAD: Final = 32  # messages that a door has not told to have read …
+_MOST_OF_A_CALL: Final = 4096  # messages: where calls keep a few bytes of each, until they end
+_GAP_S: Final = 10.0  # between two calls, after which the door is taken to have gone
+_PAUSE_S: Final = 0.05  # … and before each further one: the door may be unable to tell
+_TOLD_AT: Final = 16  # read messages are told of so many at once
+
+
+class RemoteOutbox(Protocol):
+    """A replica's ``Outbox``, as its door reaches it."""
+
+    def messages(self) -> AsyncGenerator[Message, None]:
+        """Yield what is said, an empty message first; after many of them it is to be called anew.
+
+        Closing it before it ends by itself ends all requests there.
+        """
+        ...
+
+    async def begin(self, request: Request, request_id: str) -> None:
+        """Run a request there, and return at once. Raises: ReplicaRefused, ReplicaLost."""
+        ...
+
+    async def leave(self, request_id: str) -> None:
+        """End a request whose reader has gone."""
+        ...
+
+    async def note_read(self, count: int) -> None:
+        """Tell that so many more messages have been read."""
+        ...
+
+
+# -- at the replica --------------------------------------------------------------------------------
+
+
+@final
+class Outbox:
+    """The requests of one door at a replica, and what is to be said of them."""
+
+    def __init__(self, replica: ReplicaHandle) -> None:
+        self._replica = replica
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._said: Message = []
+        self._filled, self._has_room = asyncio.Event(), asyncio.Event()
+        self._num_unread = 0
+        self._is_closed = False
+        self._ending: asyncio.TimerHandle | None = None  # between two calls
+
+    async def messages(self) -> AsyncGenerator[Message, None]:
+        """Yield what is said, until ``close`` or until it is to be called anew.
+
+        Leaving it ends all requests, and so does not calling it anew.
+        """
+        self._call_off_end()
+        self._has_room.set()
+        self._filled.set()  # the first message says that it is open
+        num_said = 0
+        try:
+            while num_said < _MOST_OF_A_CALL:
+                await self._filled.wait()
+                self._filled.clear()
+                said, self._said = self._said, []
+                if self._is_closed and not said and not self._running:
+                    return
+                num_said += 1
+                self._num_unread += 1
+                if self._num_unread >= _MOST_UNREAD and not self._is_closed:
+                    self._has_room.clear()
+                    asyncio.get_running_loop().call_later(_PAUSE_S, self._has_room.set)
+                yield said
+            self._ending = asyncio.get_running_loop().call_later(_GAP_S, self._end)
+        finally:
+            if self._ending is None:
+                self._end()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its requests have ended, or are about to."""
+        return self._is_closed
+
+    async def begin(self, request: Request, request_id: str) -> None:
+        """Run a request, and return at once. Raises: ReplicaRefused once it is closed."""
+        if self._is_closed:
+            raise ReplicaRefused(f"replica {self._replica.name} answers this door no longer")
+        run = self._run(request, request_id)
+        self._running[request_id] = asyncio.create_task(run, name="quire-request")
+
+    async def leave(self, request_id: str) -> None:
+        """End a request whose reader has gone."""
+        task = self._running.get(request_id)
+        if task is not None:
+            task.cancel()
+
+    async def note_read(self, count: int) -> None:
+        """Note that the door has read so many more messages."""
+        self._num_unread = max(0, self._num_unread - count)
+        if self._num_unread < _MOST_UNREAD:
+            self._has_room.set()
+
+    async def close(self) -> None:
+        """End ``messages`` once all requests have ended and all is said."""
+        self._is_closed = True
+        self._has_room.set()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        self._filled.set()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        for task in self._running.values():
+            task.cancel()
+
+    def _call_off_end(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
+
+    async def _run(self, request: Request, request_id: str) -> None:
+        try:
+            end: QuireError | None = None
+            try:
+                pieces = self._replica.generate(request, request_id=request_id)
+                async with aclosing(pieces):
+                    async for delta in pieces:
+                        await self._say(request_id, delta)
+            except Exception as error:
+                end = self._as_sent(error)
+            await self._say(request_id, end)
+        finally:
+            self._running.pop(request_id, None)
+
+    async def _say(self, request_id: str, said: Said) -> None:
+        await self._has_room.wait()  # which does not suspend while there is room
+        self._said.append((request_id, said))
+        self._filled.set()
+
+    def _as_sent(self, error: Exception) -> QuireError:
+        """Return an error that a door can read."""
+        if isinstance(error, QuireError):
+            with suppress(Exception):
+                pickle.loads(pickle.dumps(error))
+                return error
+        return ReplicaLost(f"replica {self._replica.name} has failed: {one_line(error)}")
+
+
+# -- at the door -----------------------------------------------------------------------------------
+
+
+class _Over(Exception):
+    """All pieces of a request have come."""
+
+
+@final
+class _Reader:
+    def __init__(self) -> None:
+        self.collector = OutputCollector()
+        self.is_over = False  # at the replica
+
+    def end(self, error: Exception) -> None:
+        """Let its reader have what has come, and then this."""
+        if not self.is_over:
+            self.is_over = True
+            self.collector.fail(error)
+
+
+@final
+class Inbox:
+    """One replica's answers to this door's requests, for their readers. It belongs to a loop.
+
+    A slow reader finds its unread pieces as one, so what waits here is bounded by the answers.
+    """
+
+    def __init__(self, name: str, remote: RemoteOutbox) -> None:
+        self._name, self._remote = name, remote
+        self._readers: dict[str, _Reader] = {}
+        self._lost: Exception | None = None
+        self._opened = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reading = self._spawn(self._read())
+
+    async def generate(
+        self, request: Request, *, request_id: str
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Continue a prompt at the replica, as ``ReplicaHandle.generate`` does."""
+        await self._opened.wait()
+        if self._lost is not None:
+            raise self._lost
+        reader = self._readers[request_id] = _Reader()
+        begun = self._spawn(self._begin(to_send(request), request_id, reader))
+        try:
+            while True:
+                for delta in await reader.collector.take():
+                    yield delta
+        except _Over:
+            return
+        finally:
+            del self._readers[request_id]
+            if not reader.is_over:
+                self._spawn(self._leave(begun, request_id))
+
+    @property
+    def lost(self) -> Exception | None:
+        """Why nothing is read any more; None while it is."""
+        return self._lost
+
+    async def close(self) -> None:
+        """Read no longer, which ends at the replica what still runs."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail(ReplicaLost(f"replica {self._name} is not asked any more"))
+
+    async def _begin(self, request: Request, request_id: str, reader: _Reader) -> None:
+        try:
+            await self._remote.begin(request, request_id)
+        except Exception as error:
+            reader.end(error)
+            OutputCollector.ring([reader.collector])
+
+    async def _leave(self, begun: asyncio.Task[None], request_id: str) -> None:
+        with suppress(Exception):  # what cannot be told has ended, or does with the stream
+            await begun  # so that this does not come there first
+            await self._remote.leave(request_id)
+
+    async def _read(self) -> None:
+        """Read until the replica says no more."""
+        num_read = 0  # that it has not been told of
+        error: Exception = ReplicaLost(f"replica {self._name} says no more")
+        try:
+            num_of_call = _MOST_OF_A_CALL
+            while num_of_call == _MOST_OF_A_CALL:
+                num_of_call = 0
+                async with aclosing(self._remote.messages()) as messages:
+                    async for message in messages:
+                        self._opened.set()
+                        self._take(message)
+                        num_of_call, num_read = num_of_call + 1, num_read + 1
+                        if num_read == _TOLD_AT:
+                            self._spawn(self._note_read(num_read))
+                            num_read = 0
+        except Exception as raised:
+            error = raised
+        self._fail(error)
+
+    async def _note_read(self, count: int) -> None:
+        with suppress(Exception):  # the stream says so too
+            await self._remote.note_read(count)
+
+    def _take(self, message: Message) -> None:
+        filled = []
+        for request_id, said in message:
+            reader = self._readers.get(request_id)
+            if reader is None:  # it has left
+                continue
+            if isinstance(said, TextDelta):
+                reader.collector.put(said)
+            else:
+                reader.end(_Over() if said is None else said)
+            filled.append(reader.collector)
+        OutputCollector.ring(filled)
+
+    def _fail(self, error: Exception) -> None:
+        self._lost = self._lost or error
+        self._opened.set()
+        several: Iterable[_Reader] = self._readers.values()
+        for reader in several:
+            reader.end(error)
+        OutputCollector.ring([each.collector for each in several])
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work, name="quire-inbox")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,202 @@
+"""Which order a pool's blocks are evicted in: LRU, and others on trial that may cost it little.
+
+Shadow caches (``shadow_caches``) say which order promises more than LRU. They are a sample, and may
+be wrong for good. So an order that promises more is tried, and what it finds is compared with what
+LRU would have found: that needs no sample, because the last uses of the blocks tell it
+(``LruHits``). Each order has an account in blocks. A share of what LRU finds is paid in, and what
+the trial finds more; what it finds less is paid out. An order that owes more than a stake loses its
+seat to LRU, until its share has paid the debt.
+
+So what all trials lose against LRU is bounded by the stakes, the shares, and what is lost on the
+way back to LRU's own blocks, which is paid out too.
+"""
+
+import math
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.kv.policy_duel import HALF_LIFE, sample_of
+from quire.kv.shadow_caches import ByLast, ByLastButOne, EndedFirst, NewcomersFirst, ShadowCache
+
+# What an account can owe while its order has the seat: so many of the prompts that are used lately,
+# which are found whole or not at all, and at least so much of the pool's blocks. An order that lost
+# its seat and promises more again when its debt is paid may owe twice as many prompts.
+_PROMPTS, _MOST_PROMPTS, _STAKE = 4, 16, 1 / 128
+_SHARE = 1 / 256  # of LRU's hits, paid into each account
+_MOST = 1 / 4  # of the pool's blocks: what an account can hold
+_LATELY = 1 / 64  # the weight of the last prompt in the mean of their lengths
+
+LastUses: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
+
+class Order(IntEnum):
+    """Which of the free blocks goes first."""
+
+    LAST = 0  # the least recently used: LRU
+    LAST_BUT_ONE = 1  # the one whose use before the last is the longest ago: LRU-2
+    NEWCOMERS = 2  # one that was not hit yet, the newest first; then the least recently used
+    ENDED_EARLIER = (
+        3  # by the last use, and what has ended as if that were a pool's size longer ago
+    )
+    ENDED_FIRST = 4  # what has ended, then the rest, both by the last use
+
+
+# By which factor an order must promise more than the one that has the seat, and how many hits of a
+# shadow besides. Where prompts come round and round, LRU finds next to nothing. What clients say is
+# worth a trial against LRU without any promise.
+_MARGINS: Final = MappingProxyType(
+    {
+        Order.LAST_BUT_ONE: 1.02,
+        Order.NEWCOMERS: 1.5,
+        Order.ENDED_EARLIER: 1.02,
+        Order.ENDED_FIRST: 1.02,
+    }
+)
+_HEAD_START, _LEAD = 24.0, 8.0  # … of an order on trial, and of LRU to have the seat again
+
+
+class OrderTrials:
+    """The order for a pool of ``num_blocks``, whose last uses are known to the ``tick``.
+
+    ``gap``: how many blocks of an evicted prefix lie between two that are remembered, about.
+    """
+
+    def __init__(self, num_blocks: int, *, tick: int, gap: int) -> None:
+        one_in, self._size = sample_of(num_blocks)
+        self.mask = one_in - 1  # fingerprints with none of these bits are the sample
+        by_last = ByLast(self._size)
+        self._by_last = by_last
+        # By order. Those of ended conversations are there from the first that is said to end.
+        self._shadows: list[ShadowCache] = [
+            by_last,
+            ByLastButOne(self._size),
+            NewcomersFirst(self._size),
+        ]
+        self._of_ended: tuple[EndedFirst, ...] = ()
+        self._won = [0.0] * len(self._shadows)  # by each, lately
+        self.lru = LruHits(num_blocks, tick)
+        self._gap = gap
+        self._num_blocks = num_blocks
+        self._mean_length = 0.0  # of the prompts, in blocks
+        self._accounts = [0.0] * len(Order)  # LRU's own means nothing
+        self._prompts = [_PROMPTS] * len(Order)  # which each may owe
+        self.seat: Order = Order.LAST
+        self._tried: Order = Order.LAST
+
+    def watch(self, prints: list[int], last_uses: LastUses, num_hits: int, now: int) -> Order:
+        """Note that a sequence has used blocks. Returns: the order that has the seat from now on.
+
+        ``prints``: the sampled fingerprints, shallowest first. ``last_uses``: of all the blocks
+        before this one, deepest first, rising; ``num_hits`` of them were found in the pool.
+        """
+        found = self.lru.use(last_uses, now)
+        if num_hits < found < len(last_uses):  # the deepest that LRU had may not be remembered
+            found = min(found + self._gap, len(last_uses))
+        self._mean_length += (len(last_uses) - self._mean_length) * _LATELY
+        accounts, share = self._accounts, found * _SHARE
+        accounts[self._tried] += num_hits - found
+        for order in _MARGINS:
+            accounts[order] = min(accounts[order] + share, self._num_blocks * _MOST)
+        if prints and len(prints) <= self._size:
+            decay = 0.5 ** (len(prints) / (HALF_LIFE * self._size))
+            hits = [shadow.request(prints) for shadow in self._shadows]
+            self._won = [(won + new) * decay for won, new in zip(self._won, hits, strict=True)]
+        self.seat = self._best()
+        if self.seat is not Order.LAST:
+            self._tried = self.seat
+        return self.seat
+
+    def end(self, prints: list[int]) -> None:
+        """Note that sampled fingerprints, used just now, have ended; shallowest first."""
+        if not self._of_ended:
+            self._of_ended = (
+                EndedFirst(self._size, 1.0, self._by_last),
+                EndedFirst(self._size, math.inf, self._by_last),
+            )
+            self._shadows += self._of_ended
+            self._won += [self._won[Order.LAST]] * len(self._of_ended)
+        for shadow in self._of_ended:
+            shadow.end(prints)
+
+    def rewind(self, ticks: int) -> None:
+        """Set the clock back."""
+        self.lru.rewind(ticks)
+
+    def _best(self) -> Order:
+        won, accounts, seat = self._won, self._accounts, self.seat
+        if seat is not Order.LAST:
+            stake = max(self._num_blocks * _STAKE, self._mean_length * self._prompts[seat])
+            if accounts[seat] < -stake:
+                self._prompts[seat] = min(2 * self._prompts[seat], _MOST_PROMPTS)
+                seat = Order.LAST
+            elif won[Order.LAST] > won[seat] + _LEAD:
+                seat = Order.LAST
+        for order, margin in _MARGINS.items():
+            if order is seat or order >= len(won) or accounts[order] < 0:
+                continue
+            wanted = margin * won[seat] + _HEAD_START
+            if seat is Order.LAST and order >= Order.ENDED_EARLIER:
+                wanted = won[seat]
+            if won[order] >= wanted:
+                seat = order
+        return seat
+
+
+class LruHits:
+    """Count what a pool of ``num_blocks`` would find if it evicted the least recently used.
+
+    Such a pool holds the blocks that were used last, as many as it has room for. So it is enough to
+    know when a block was used before, and how many blocks were used last at which time.
+    """
+
+    def __init__(self, num_blocks: int, tick: int = 1) -> None:
+        self._num_blocks, self._tick = num_blocks, tick
+        self._num_last_used: dict[int, int] = {}  # blocks that it holds, by tick, in order
+        self._num_held = 0
+
+    def use(self, last_uses: LastUses, now: int) -> int:
+        """Use a sequence's blocks, whose last uses before this one rise from the deepest on.
+
+        ``last_uses``: ``NEVER`` where none is known. Returns: how many blocks it finds.
+        """
+        held, tick, found = self._num_last_used, self._tick, 0
+        uses: list[int] = last_uses.tolist()
+        length = len(uses)
+        begin = 0
+        while begin < length:
+            when, end = uses[begin], begin + 1
+            if when == uses[-1]:
+                end = length
+            else:
+                while uses[end] == when:
+                    end += 1
+            num_there = held.get(when // tick, 0)
+            if num_there:
+                # Of those that one sequence used last together, the deepest have gone first.
+                count = min(end - begin, num_there)
+                held[when // tick] = num_there - count
+                found += count
+            begin = end
+        held[now // tick] = held.get(now // tick, 0) + length
+        self._num_held += length - found
+        while (excess := self._num_held - self._num_blocks) > 0:
+            oldest = next(iter(held))
+            gone = min(excess, held[oldest])
+            self._num_held -= gone
+            if gone == held[oldest]:
+                del held[oldest]
+            else:
+                held[oldest] -= gone
+        return found
+
+    def rewind(self, ticks: int) -> None:
+        """Set the clock back by ``ticks``, a multiple of the tick; older times become 0."""
+        rewound: dict[int, int] = {}
+        for tick, count in self._num_last_used.items():
+            at = max(0, tick - ticks // self._tick)
+            rewound[at] = rewound.get(at, 0) + count
+        self._num_last_used = rewound
