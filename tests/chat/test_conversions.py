@@ -104,7 +104,7 @@ def test_choices_of_anthropics(given: Any, found: Any) -> None:
         ({"messages": [{"role": "user", "content": 3}]}, "a string or a list of blocks"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            r"'image': this model reads text",
+            r"'image': only text is read here",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
@@ -181,7 +181,7 @@ def test_a_conversation_of_items() -> None:
     [
         ([{"type": "item_reference", "id": "x"}], "'item_reference' is not supported"),
         ([{"role": "user"}], "no content"),
-        ([{"role": "user", "content": [{"type": "input_image"}]}], "reads text"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "text is read"),
         ([{"type": "function_call"}], "a call_id and a name"),
         ([{"type": "function_call_output"}], "no call_id"),
     ],

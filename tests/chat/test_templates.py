@@ -161,7 +161,7 @@ def test_what_a_request_cannot_ask_for(options: dict[str, Any], message: str) ->
         ([{"role": "user", "content": 3}], "a string, a list of parts or null, not int"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            r"messages\[0\].content\[0\] is of type 'image_url': this model reads text",
+            r"messages\[0\].content\[0\] is of type 'image_url': only text is read here",
         ),
         (
             [

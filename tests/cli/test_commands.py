@@ -21,6 +21,9 @@ from quire.cli.compare import said_of_texts
 from quire.memory import by_device
 from quire.memory.budget import BUDGETS
 from quire.memory.cuda import CudaMemory
+from seers import seer
+
+PICTURE = Path(__file__).parents[2] / "docs" / "assets" / "memory-page.png"
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +86,23 @@ def test_generate_streams_text_and_ends_with_the_table(
     assert out.startswith("def add(a, b):\n")
     for word in ("reserved", "committed", "used", "wasted", "given back", "tokens/s"):
         assert word in out
+
+
+def test_generate_shows_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each has a placeholder in front of a text that has none."""
+    for part in seer("llava"):
+        part.save_pretrained(tmp_path)
+    model = ("--model", str(tmp_path), "--max-model-len", "64", "--max-tokens", "3")
+    images = ("--image", str(PICTURE)) * 2
+    assert quire(monkeypatch, "generate", *model, *images, "--json", "w1 w2") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["prompt"] == "<image><image>\nw1 w2"
+    assert said["kv"]["output_tokens"] == 3
+    capsys.readouterr()
+    assert quire(monkeypatch, "generate", *model, *images, "w1 <image>") == 1
+    assert "has 1 × '<image>', and 2 images" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.sampled(2)
@@ -175,6 +195,9 @@ def test_compare_as_json_orders_the_strategies_as_they_should_be(
         (("generate", "--max-model-len", "4", "a b c d e f g h"), "raise max_model_len"),
         (("generate", "--max-model-len", "10000000"), "lower it"),
         (("generate", "--max-num-seqs", "0"), "max_num_seqs=0 must be"),
+        (("generate", "--image", "no.png"), "--image no.png cannot be read: FileNotFoundError"),
+        (("generate", "--image", __file__), "cannot be read: UnidentifiedImageError"),
+        (("generate", "--image", str(PICTURE)), "takes no images: it reads text"),
         (("generate", "--max-tokens", "0"), "max_tokens=0 must be"),
         (("generate", "--temperature", "-1"), "temperature=-1.0 must be"),
         (("generate", "--top-p", "0"), "top_p=0.0 must be"),

@@ -596,7 +596,7 @@ def asked() -> Iterator[LLM]:
         (5, "int"),
         (1.5, "float"),
         (b"bytes", "bytes"),
-        ({"prompt": "x"}, "dict"),
+        ({"text": "x"}, r"a prompt is text or .* has \['text'\]"),
         ([None], "NoneType"),
         ([b"bytes"], "bytes"),
         ([[[1, 2]]], r"\[1, 2\] is not in the vocabulary"),

@@ -60,6 +60,7 @@ class ChatPrompt:
     choice: ToolChoice
     parallel: bool
     begun: str = ""
+    image_urls: tuple[str, ...] = ()  # as the client gave them; the text has a placeholder for each
     stop: tuple[str, ...] = ()
 
 
@@ -69,6 +70,7 @@ class Chat:
 
     ``tool_call_parser`` and ``reasoning_parser`` are names of formats, or "auto": the template's
     text decides. Without a name calls are read all the same, by the template or the model's type.
+    ``placeholder`` is what a prompt says where an image goes; a model that sees none has none.
 
     Raises: ConfigError for a template that cannot be compiled, or a name that no parser has.
     """
@@ -83,10 +85,13 @@ class Chat:
         reasoning_parser: str | None = None,
         model_type: str = "",
         limits: TemplateLimits | None = None,
+        placeholder: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         self._texts = texts or TokenTexts(tokenizer)
-        self.template = ChatTemplate(tokenizer, chat_template, limits=limits)
+        self.template = ChatTemplate(
+            tokenizer, chat_template, limits=limits, placeholder=placeholder
+        )
         self._tools, self._reasoning = _formats(
             tool_call_parser, reasoning_parser, self.template.source, model_type
         )
@@ -114,12 +119,14 @@ class Chat:
             parallel = choice.kind != "required"
         form = forced_form(choice, tools, parallel=parallel)
         shown = () if choice.kind == "none" else tools
+        images: list[str] = []
         text = self.template.render(
             request.messages,
             [dict(tool.declaration) for tool in shown] or None,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             kwargs=request.chat_template_kwargs,
+            images=images,
         )
         reads_marks = choice.kind == "auto" or self._reasoning is not None
         marks, continues = self._reasoning, request.continue_final_message
@@ -137,6 +144,7 @@ class Chat:
             tools=MappingProxyType({tool.name: tool for tool in shown}),
             choice=choice,
             parallel=parallel,
+            image_urls=tuple(images),
             begun="" if marks is None else marks.begun(text, continues=continues),
             stop=() if form is not None else self._stop,
         )

@@ -54,6 +54,31 @@ def text_of(content: Any, where: str) -> str | None:
     return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
+def parts_of(content: Any, where: str, images: list[str]) -> Any:
+    """Return a message's content as ``text_of`` does, or with images in it as a list of parts.
+
+    The images' addresses are added to ``images``. Raises: RequestError.
+    """
+    several = content if isinstance(content, list | tuple) else ()
+    if not any(isinstance(part, Mapping) and part.get("type") == "image_url" for part in several):
+        return text_of(content, where)
+    found: list[dict[str, Any]] = []
+    for index, part in enumerate(several):
+        if isinstance(part, Mapping) and part.get("type") == "image_url":
+            images.append(_address(part.get("image_url"), f"{where}[{index}].image_url"))
+            found.append({"type": "image"})
+        else:
+            found.append({"type": "text", "text": _part(part, f"{where}[{index}]")})
+    return found
+
+
+def _address(given: Any, where: str) -> str:
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str):
+        raise RequestError(f"{where} must be an object with a url")
+    return url
+
+
 def tool_message(identity: str, content: Any, where: str, names: Mapping[str, str]) -> Message:
     """Return a tool's result as a message; ``names``: the tools of known calls, by id. Raises:
     RequestError for content that is no text.
@@ -75,7 +100,7 @@ def _part(part: Any, where: str) -> str:
         raise RequestError(f"{where} must be a part with a type, such as text")
     kind = part["type"]
     if kind not in ("text", "input_text", "output_text", "refusal"):
-        raise RequestError(f"{where} is of type {kind[:40]!r}: this model reads text")
+        raise RequestError(f"{where} is of type {kind[:40]!r}: only text is read here")
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
         raise RequestError(f"{where} has no text")

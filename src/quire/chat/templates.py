@@ -13,7 +13,7 @@ from typing import Any, final
 
 from jinja2 import Template, TemplateSyntaxError
 
-from quire.chat.plain_json import Message, check_size, plain, text_of
+from quire.chat.plain_json import Message, check_size, parts_of, plain, text_of
 from quire.chat.template_sandbox import Sandbox, TemplateLimits, syntax_error
 from quire.errors import ConfigError, RequestError
 
@@ -24,24 +24,25 @@ from quire.errors import ConfigError, RequestError
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
-def checked_messages(messages: Iterable[Any]) -> list[Message]:
+def checked_messages(messages: Iterable[Any], images: list[str] | None = None) -> list[Message]:
     """Check messages and return copies for a template.
 
-    Content is text or absent, a tool call's arguments are an object, null fields are left out, and
-    reasoning has the names that templates read. Other fields stay as they are. The template decides
-    which roles there are, and in what order.
+    Content is text or absent, or a list of parts where it has images: their addresses are added to
+    ``images``, without which they are refused. A tool call's arguments are an object, null fields
+    are left out, and reasoning has the names that templates read. Other fields stay as they are.
+    The template decides which roles there are, and in what order.
 
     Raises: RequestError naming the message and what is wrong.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise RequestError("messages must be a list of objects with a role")
-    found = [_message(given, f"messages[{index}]") for index, given in enumerate(messages)]
+    found = [_message(given, f"messages[{index}]", images) for index, given in enumerate(messages)]
     if not found:
         raise RequestError("messages is empty: give at least one message")
     return found
 
 
-def _message(given: Any, where: str) -> Message:
+def _message(given: Any, where: str, images: list[str] | None) -> Message:
     if not isinstance(given, Mapping):
         raise RequestError(f"{where} must be an object with a role, not {type(given).__name__}")
     role = given.get("role")
@@ -51,7 +52,8 @@ def _message(given: Any, where: str) -> Message:
     message: Message = {
         key: value for key, value in plain(others, where).items() if value is not None
     }
-    content = text_of(given.get("content"), f"{where}.content")
+    said = given.get("content"), f"{where}.content"
+    content = text_of(*said) if images is None else parts_of(*said, images)
     if content is not None:
         message["content"] = content
     calls = given.get("tool_calls")
@@ -132,6 +134,21 @@ def with_parts(messages: list[Message]) -> list[Message]:
     """Turn content into a list of parts, for templates that read nothing else."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
+
+
+def with_placeholders(messages: list[Message], placeholder: str) -> list[Message]:
+    """Turn parts into one text, for templates that know no images: a placeholder for each."""
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {
+            **message,
+            "content": "\n".join(part.get("text", placeholder) for part in message["content"]),
+        }
         for message in messages
     ]
 
@@ -162,7 +179,8 @@ class ChatTemplate:
     """A model's way to write a conversation down. Any thread may render.
 
     ``template`` is the operator's, a file or the text itself; without one the tokenizer's is used,
-    and where that has none every rendering is refused.
+    and where that has none every rendering is refused. ``placeholder`` is what a prompt says where
+    an image goes; without one images are refused.
 
     Raises: ConfigError where the file cannot be read, or a template is no Jinja.
     """
@@ -173,7 +191,9 @@ class ChatTemplate:
         template: str | Path | None = None,
         *,
         limits: TemplateLimits | None = None,
+        placeholder: str = "",
     ) -> None:
+        self._placeholder = placeholder
         self._special_tokens = _special_tokens(tokenizer)
         self._sandbox = Sandbox(limits or TemplateLimits())
         self._sources = _sources(tokenizer, template)
@@ -181,6 +201,7 @@ class ChatTemplate:
             name: self._compile(name, source) for name, source in self._sources.items()
         }
         self._wants_text_arguments = self._wants_parts = self._wants_texts_apart = False
+        self._places_images = False
         if self._templates:
             self._try_out()
 
@@ -197,11 +218,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] = _NO_KWARGS,
+        images: list[str] | None = None,
     ) -> str:
         """Return the prompt.
 
         It may take as long as the limit says, so no event loop may call it. ``kwargs`` are further
-        variables of the template.
+        variables of the template. ``images`` receives the addresses of the messages' images.
 
         Raises: RequestError for messages or variables that cannot be, a template that is missing or
         was stopped, and messages that the template rejects.
@@ -216,7 +238,7 @@ class ChatTemplate:
                 "this model has no chat template: start the server with --chat-template, a file "
                 "or the template itself, or use /v1/completions"
             )
-        checked = checked_messages(messages)
+        checked = checked_messages(messages, images if self._placeholder else None)
         names = self._names(kwargs)
         if continue_final_message:
             checked[-1] = _open_ended(checked[-1])
@@ -270,6 +292,8 @@ class ChatTemplate:
             messages = with_texts_apart(messages)
         if self._wants_text_arguments:
             messages = with_arguments_as_text(messages)
+        if not self._places_images:
+            messages = with_placeholders(messages, self._placeholder)
         return with_parts(messages) if self._wants_parts else messages
 
     def _try_out(self) -> None:
@@ -278,6 +302,10 @@ class ChatTemplate:
         """
         message = {"role": "user", "content": _TRIAL}
         self._wants_parts = not self._shows([message]) and self._shows(with_parts([message]))
+        if self._placeholder:
+            parts = [{"type": "image"}, {"type": "text", "text": "?"}]
+            shown = {"role": "user", "content": parts}
+            self._places_images = self._shows([shown], self._placeholder)
         function = {"name": "f", "arguments": {"a": _TRIAL}}
         call = {"id": "call00000", "type": "function", "function": function}
         spoken: list[Message] = [
@@ -296,8 +324,8 @@ class ChatTemplate:
             and self._shows(self._shaped(with_texts_apart(spoken)))
         )
 
-    def _shows(self, messages: list[Message]) -> bool:
-        """Return whether the trial text is in the prompt."""
+    def _shows(self, messages: list[Message], text: str = _TRIAL) -> bool:
+        """Return whether a text is in the prompt."""
         variables = {
             **self._special_tokens,
             "messages": messages,
@@ -307,7 +335,7 @@ class ChatTemplate:
         }
         template = self._templates.get("tool_use") or self._templates["default"]
         try:
-            return _TRIAL in self._sandbox.render(template, variables)
+            return text in self._sandbox.render(template, variables)
         except RequestError:
             return False
 

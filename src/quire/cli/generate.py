@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -18,6 +20,8 @@ from quire.cli.options import (
     plain_table,
     with_engine_options,
 )
+from quire.engine.prompts import Prompt
+from quire.errors import ConfigError, one_line
 from quire.kv import Usage
 from quire.sampling_params import SamplingParams
 from quire.units import format_bytes, format_seconds
@@ -43,6 +47,13 @@ def generate(  # noqa: PLR0913 - each is a flag
         str | None, typer.Argument(help="Text to continue; - reads it from standard input.")
     ] = None,
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Show a model that sees this file. May be given several times. A text without the "
+            "model's placeholder gets one in front for each. Default: none."
+        ),
+    ] = None,
     max_tokens: MaxTokens = 120,
     temperature: Temperature = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 is off.")] = 0,
@@ -69,6 +80,7 @@ def generate(  # noqa: PLR0913 - each is a flag
     quire generate "def quicksort(items):"
     quire generate --cache virtual --temperature 0.8 --seed 7 "class Queue:"
     quire generate --model ./my-model --max-model-len 4096 - < prompt.txt
+    quire generate --model ./my-vlm --image cat.png "What is this?"
     """
     text = sys.stdin.read() if prompt == "-" else DEFAULT_PROMPT if prompt is None else prompt
     params = SamplingParams(
@@ -80,13 +92,21 @@ def generate(  # noqa: PLR0913 - each is a flag
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
+    pictures = _pictures(image or ())
     llm = load_llm(model, engine)
+    shown: Prompt = text
+    if pictures:
+        vision = llm.facts.vision
+        vision.check()
+        if vision.placeholder not in text:
+            text = vision.placeholder * len(pictures) + "\n" + text
+        shown = {"prompt": text, "multi_modal_data": {"image": pictures}}
     history: list[Usage] = []
     pieces: list[str] = []
     reason, num_tokens, begin = "", 0, perf_counter()
     if not as_json:
         sys.stdout.write(text)
-    for delta in llm.stream(text, params, observe=history.append):
+    for delta in llm.stream(shown, params, observe=history.append):
         pieces.append(delta.text)
         num_tokens += delta.token_id is not None
         reason = delta.finish_reason or reason
@@ -122,3 +142,22 @@ def generate(  # noqa: PLR0913 - each is a flag
         f"{figures['tokens_per_s']} tokens/s; ended by {reason}",
         highlight=False,
     )
+
+
+def _pictures(paths: Iterable[Path]) -> list[Any]:
+    """Read pictures. Raises: ConfigError for a file that is none, and without Pillow."""
+    several = [*paths]
+    if not several:
+        return []
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError(f"--image needs Pillow ({error}): pip install 'quire[images]'") from error
+    found: list[Any] = []
+    for path in several:
+        try:
+            with Image.open(path) as opened:
+                found.append(opened.convert("RGB"))
+        except Exception as error:  # of the system, Pillow and each format: many kinds
+            raise ConfigError(f"--image {path} cannot be read: {one_line(error)}") from error
+    return found

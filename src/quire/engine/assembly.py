@@ -1,5 +1,6 @@
 """A model over a cache of its own, with the fastest attention that serves it, tried out."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from dataclasses import dataclass, replace
 from quire.attention import BY_TORCH, AttentionBackend, backend_for_graphs, choose_backend
 from quire.config import EngineConfig, kernel_dir
 from quire.engine.kv_cache import KVCache, MakePair
+from quire.engine.kv_sizing import image_bytes
 from quire.engine.parallel.leader import LeaderGroup
 from quire.engine.runner import ModelRunner
 from quire.errors import ConfigError, MemoryUnavailable
@@ -16,11 +18,15 @@ from quire.memory import MemoryProvider
 from quire.memory.by_device import give_back_kept, memory_for
 from quire.models.executors.choice import hides_errors
 from quire.models.executors.small_copy import small_copy
+from quire.models.footprint import footprint
 from quire.models.fused_modules import FusedModules
 from quire.models.loader import LoadedModel
 from quire.models.model_watch import ModelWatch
+from quire.models.vision import Vision
 from quire.spec import ModelSpec
 from quire.units import format_bytes, format_count
+
+log = logging.getLogger(__name__)
 
 _SMALL_CACHE_BYTES, _SMALL_MODEL_LEN = 2**26, 128  # of a small copy: addresses, more than pages
 _TRIAL_ID = -1  # requests count from 1
@@ -34,6 +40,7 @@ class Assembly:
     runner: ModelRunner
     backend: AttentionBackend
     attention_way: str  # one of ``models.executors``
+    vision: Vision
 
     def capture(self, config: EngineConfig, max_model_len: int) -> None:
         """Capture decode steps as graphs, where there is a GPU for them and graphs are wanted."""
@@ -80,10 +87,20 @@ def assemble(
         )
         with _small_runner(loaded, spec, strategy, sizes, provider, config, team) as small:
             runner.try_out(max_tokens=sizes.max_model_len, small=small)
+        vision = Vision.of(loaded)
+        if not vision.why_not:
+            why_not = runner.try_images(
+                vision,
+                max_tokens=sizes.max_model_len,
+                most_bytes=image_bytes(config, footprint(loaded.model)),
+            )
+            vision = replace(vision, why_not=why_not)
+            if why_not:
+                log.warning("%s takes no images: %s", loaded.name, why_not)
     except BaseException:
         kv.close()
         raise
-    return Assembly(kv=kv, runner=runner, backend=backend, attention_way=runner.way)
+    return Assembly(kv=kv, runner=runner, backend=backend, attention_way=runner.way, vision=vision)
 
 
 @contextmanager

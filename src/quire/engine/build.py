@@ -47,6 +47,7 @@ from quire.memory.machine.readings import Gauge
 from quire.memory.residency import Resident
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
+from quire.models.vision import Vision
 from quire.spec import ModelSpec
 
 
@@ -67,6 +68,7 @@ class BuiltEngine:
     resident: Resident
     elastic: Elastic
     source_prompts: SourcePrompts | None  # reads the prompts of an encoder-decoder
+    vision: Vision  # makes images ready
 
 
 def build(
@@ -167,6 +169,7 @@ def _built(
         eos_token_ids=_eos_token_ids(loaded),
         policy=config.scheduling_policy,
         watermark_bytes=int(config.watermark * sizes.capacity_bytes),
+        whole_images=model.runner.needs_whole_images,
     )
     if resident.prepares:
         model.runner.prepare_pages = resident.prepare
@@ -205,6 +208,7 @@ def _built(
             _step_bytes(config, loaded, spec, ledger) if device.type == "cpu" else None,
         ),
         source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
+        vision=model.vision,
     )
 
 

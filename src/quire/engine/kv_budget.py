@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
-from quire.engine.kv_sizing import cache_sizes, kv_needs, ledger_for, stored_spec
+from quire.engine.kv_sizing import cache_sizes, image_bytes, kv_needs, ledger_for, stored_spec
 from quire.engine.speculation.drafters import needs_with_draft
 from quire.kv import STRATEGIES, CacheConfig
 from quire.memory import PROVIDERS, MemoryProvider, MemoryRequest
@@ -36,15 +36,16 @@ def kv_ledger(
 
     Raises: ConfigError for longer sequences than the model's; MemoryUnavailable.
     """
-    device = loaded.device
+    device, own = loaded.device, footprint(loaded.model)
     needs = kv_needs(
         config,
         loaded.name,
         loaded.spec,
-        footprint(loaded.model),
+        own,
         page_bytes,
         on_gpu=device.type == "cuda",
         measured_bytes=measured_bytes,
+        image_bytes=0 if loaded.processor is None else image_bytes(config, own),
     )
     if draft is not None:
         needs = needs_with_draft(needs, stored_spec(config, loaded.spec), draft)

@@ -54,11 +54,13 @@ def kv_needs(
     *,
     on_gpu: bool = False,
     measured_bytes: int | None = None,
+    image_bytes: int = 0,
 ) -> Needs:
     """Return what a model needs under these options.
 
     ``on_gpu``: decode steps are captured, whose memory stays taken, and swap goes through buffers.
     ``measured_bytes``: the peak of a step in bytes, if it is known; else it is estimated.
+    ``image_bytes``: of features that are kept.
 
     Raises: ConfigError for longer sequences than the model's.
     """
@@ -95,6 +97,7 @@ def kv_needs(
         addresses_per_byte=(2 if strategy.maps_pages else 1) * len(spec.groups),
         context_tokens=longest,
         tier_bytes=0 if on_gpu else tier_bytes(config, spec.groups, page_bytes),
+        image_bytes=image_bytes,
         least_bytes=least_tokens * spec.bytes_per_token + one_state,
         most_bytes=_most_bytes(config, spec, longest, page_bytes) + state_bytes,
         state_bytes=state_bytes,
@@ -133,6 +136,11 @@ def cache_sizes(
         growth=config.growth,
         growth_tokens=config.growth_tokens,
     )
+
+
+def image_bytes(config: EngineConfig, own: Footprint) -> int:
+    """Return the bytes of image features that are kept: as many as a step has tokens."""
+    return config.max_num_batched_tokens * own.hidden_size * own.item_bytes
 
 
 def swap_buffer_bytes(groups: Iterable[Group], longest: int) -> int:

@@ -169,6 +169,7 @@ class LLM:
             offload.store_when_idle(partial(_store_when_idle, weakref.ref(self)))
             weakref.finalize(self, _close_collected, offload.close)
         self._source_prompts, self._loaded = parts.source_prompts, loaded
+        self._vision = parts.vision
         return loaded
 
     def _facts(self, loaded: LoadedModel) -> ModelFacts:
@@ -187,6 +188,7 @@ class LLM:
             sampling_defaults={name: own for name, own in defaults.items() if own is not None},
             embeddings=Poolable.of(loaded),
             hearing=Hearing.of(loaded, begins, self.max_model_len),
+            vision=self._vision,
             source_prompts=sources,
             takes_blocks=transfer is not None and transfer.is_own,
         )
@@ -227,6 +229,10 @@ class LLM:
         next, which count as the prompt. ``{"source": …, "prompt_token_ids": […]}`` replaces them. A
         source is text, token ids, or the input_features of a speech model (a tensor
         [mels, frames]).
+
+        ``{"prompt": text, "multi_modal_data": {"image": …}}`` shows a model that sees one image or
+        a list of them, Pillow's or u8[height, width, 3]: the text has its processor's placeholder
+        for each.
 
         ``params`` are for all prompts, or one for each. ``observe`` is called with the cache's
         usage after each step. ``kv_transfer_params`` are those of ``request``, for all prompts.

@@ -2,25 +2,64 @@
 
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from quire.errors import RequestError
 from quire.sampling_params import SamplingParams
 from quire.units import format_count
 
-# A mapping is a prompt of an encoder-decoder: see ``source_prompts``.
-Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShownPrompt:
+    """A prompt whose images have been read before."""
+
+    token_ids: tuple[int, ...]
+    images: object  # what ``Vision.read`` has returned
+
+
+# A mapping is a prompt of an encoder-decoder (see ``source_prompts``), or one with images:
+# {"prompt": text, "multi_modal_data": {"image": one or several}}, as vLLM spells it.
+Prompt: TypeAlias = str | list[int] | Mapping[str, Any] | ShownPrompt
+_IMAGES = "multi_modal_data"
 
 
 def split(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     """Return one prompt or several as a list. Raises: RequestError for anything else."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | ShownPrompt):
         return [prompts]
     if isinstance(prompts, list | tuple) and prompts and _token_id(prompts[0]) is not None:
         return [prompts]
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise _wrong_kind(prompts)
     return list(prompts)
+
+
+def with_images(prompt: object) -> tuple[object, list[Any]]:
+    """Return a prompt's text or token ids, and its images. Raises: RequestError."""
+    if not isinstance(prompt, Mapping):
+        return prompt, []
+    known = {"prompt", "prompt_token_ids", _IMAGES}
+    unknown = sorted(str(name) for name in prompt.keys() - known)
+    texts = [
+        prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None
+    ]
+    if unknown or len(texts) != 1:
+        raise RequestError(
+            f"a prompt is text or a list of token ids, or has one of them as 'prompt' or "
+            f"'prompt_token_ids' and images as {_IMAGES!r}; this one has "
+            f"{sorted(map(str, prompt)) or 'nothing'}"
+        )
+    data = prompt.get(_IMAGES)
+    if data is None:
+        return texts[0], []
+    if not isinstance(data, Mapping) or data.keys() - {"image"}:
+        said = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+        raise RequestError(f"{_IMAGES} has 'image' alone, one or a list of them; this one: {said}")
+    images = data.get("image")
+    if images is None:
+        return texts[0], []
+    return texts[0], list(images) if isinstance(images, list | tuple) else [images]
 
 
 def encode(prompt: object, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:

@@ -12,7 +12,14 @@ from typing import Any, final
 
 from quire.engine.detokenizer import Detokenizer
 from quire.engine.pooling import Poolable
-from quire.engine.prompts import Prompt, bad_word_ids, encode, refuse_unknown_ids
+from quire.engine.prompts import (
+    Prompt,
+    ShownPrompt,
+    bad_word_ids,
+    encode,
+    refuse_unknown_ids,
+    with_images,
+)
 from quire.engine.scheduling.policy import SchedulerLimits, refuse_too_long
 from quire.engine.sequence import FinishReason, Request, Resumption, Sequence
 from quire.engine.source_prompts import SourcePrompts
@@ -20,7 +27,9 @@ from quire.engine.structured import Grammars
 from quire.engine.transfer import read_params
 from quire.errors import RequestError
 from quire.kv import NO_KEYS, PrefixKeys
+from quire.models.executors.image_features import PromptImages
 from quire.models.speech import Hearing
+from quire.models.vision import Vision, named
 from quire.sampling_params import BeamSearchParams, Params, PoolingParams, SamplingParams
 from quire.units import format_count
 
@@ -39,6 +48,7 @@ class ModelFacts:
     sampling_defaults: Mapping[str, Any]  # of its generation config
     embeddings: Poolable
     hearing: Hearing
+    vision: Vision
     source_prompts: SourcePrompts | None  # reads the prompts of an encoder-decoder
     takes_blocks: bool  # from other servers, by ``kv_transfer_params``
 
@@ -85,16 +95,20 @@ class RequestMaker:
             raise RequestError("this model has no tokenizer: stop and bad_words cannot be found")
         for name in ("logit_bias", "allowed_token_ids"):
             refuse_unknown_ids(getattr(params, name) or (), facts.vocab_size, name)
-        sources = facts.source_prompts
+        sources, images = facts.source_prompts, None
         if sources is None:
-            source, token_ids = None, encode(prompt, facts.tokenizer, facts.vocab_size)
+            source = None
+            token_ids, images = self._read(prompt)
         else:
             source, token_ids = sources.read(prompt)
+        if images is not None:
+            keys = replace(keys, images=named(images))
         request = Request(
             request_id=next(self._ids),
             prompt_token_ids=token_ids,
             params=params,
             source=source,
+            images=images,
             keys=keys,
             priority=priority,
             pooling=pooling,
@@ -127,6 +141,24 @@ class RequestMaker:
             request = replace(request, resumption=self._resumption(request))
         refuse_too_long(request, self.facts.max_model_len)
         return request
+
+    def _read(self, prompt: Prompt) -> tuple[tuple[int, ...], PromptImages | None]:
+        """Return a decoder's prompt as token ids, and its images. Raises: RequestError."""
+        facts = self.facts
+        if isinstance(prompt, ShownPrompt):
+            assert isinstance(prompt.images, PromptImages), "what Vision.read has returned"
+            return encode(prompt.token_ids, None, facts.vocab_size), prompt.images
+        text, pictures = with_images(prompt)
+        if not pictures:
+            return encode(text, facts.tokenizer, facts.vocab_size), None
+        facts.vision.check()
+        if not isinstance(text, str):
+            raise RequestError(
+                "a prompt with images is text, in which a placeholder stands for each: "
+                "it is not token ids"
+            )
+        images = facts.vision.read(text, pictures)
+        return encode(images.token_ids, None, facts.vocab_size), images
 
     def _resumption(self, request: Request) -> Resumption:
         """Read the tokens that were generated before, as the engine did that generated them.

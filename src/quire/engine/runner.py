@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,24 +25,27 @@ from quire.engine.interfaces import ModelChanged
 from quire.engine.kv_cache import KVCache
 from quire.engine.parallel.leader import LeaderGroup
 from quire.engine.step_plan import StepPlan
-from quire.errors import UnsupportedModel, one_line
+from quire.errors import RequestError, UnsupportedModel, one_line
 from quire.kv import Fits
 from quire.kv.layout import attention_groups, attention_spec
 from quire.models.cuda_graphs import CapturedDecodes
-from quire.models.executors.choice import WAYS, Trial, Way, limit_for, make_way
+from quire.models.executors.choice import WAYS, ImageTrial, Trial, Way, limit_for, make_way
 from quire.models.executors.encoder_source import Source, kept_sources
 from quire.models.executors.hooks import PackedStep, make_step
+from quire.models.executors.image_features import ImageEncoder, PromptImages
 from quire.models.fused_modules import FusedModules
 from quire.models.loader import LoadedModel
 from quire.models.model_watch import ModelWatch
 from quire.models.states.recurrent_layers import RecurrentLayers
 from quire.models.states.state_batch import make_state_batch, state_groups
 from quire.models.step_inputs import HostInputs, Inputs
+from quire.models.vision import Vision
 from quire.models.weight_placement import is_offloaded
 
 log = logging.getLogger(__name__)
 
 _TRIAL_ID = -1  # requests count from 1
+_TRIAL_PIXELS = 32  # of an image's side
 # Errors of a model that does not find what it expects in its cache or its arguments.
 _MODEL_ERRORS = (KeyError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
@@ -81,6 +85,9 @@ class ModelRunner:
             self._watch.lent = self._recurrent.lent
         self.device = loaded.device
         self._captured: CapturedDecodes | None = None
+        self.encoder: ImageEncoder | None = None  # once images have been tried out
+        self._with_images: Way | None = None  # runs steps that have some, if another one does
+        self.needs_whole_images = False  # in one chunk each
 
     @property
     def overwrites_states(self) -> bool:
@@ -95,6 +102,10 @@ class ModelRunner:
             for chunk in plan.chunks
             if isinstance(chunk.sequence.request.source, Source)
         ]
+        images = [
+            given if isinstance(given := chunk.sequence.request.images, PromptImages) else None
+            for chunk in plan.chunks
+        ]
         token_ids: list[int] = []
         wanted: list[int] = []  # the packed tokens whose logits are wanted …
         pooled: list[int] = []  # … and those whose hidden states are
@@ -105,7 +116,7 @@ class ModelRunner:
             if chunk.pools:
                 pooled.append(len(token_ids) - 1)
         hidden: list[Tensor] | None = [] if pooled else None
-        logits, _ = self._forward(chunks, token_ids, wanted, sources, hidden)
+        logits, _ = self._forward(chunks, token_ids, wanted, sources, hidden, images)
         if hidden is not None:
             rows = torch.cat([each[0] for each in hidden])[pooled].float().cpu().numpy()
             for chunk, row in zip((c for c in plan.chunks if c.pools), rows, strict=True):
@@ -117,10 +128,11 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the model, what was made from it, and what only steps need."""
-        for part in (self._captured, self._model):
+        for part in (self._captured, self._model, self._with_images, self.encoder):
             if part is not None:
                 part.close()
         self._captured = self._model = self._stand_ins = self._recurrent = self._ranks = None
+        self._with_images = self.encoder = None
         self.prepare_pages = None
         # They hold weights, and what a backend keeps on a device from step to step.
         del self._loaded, self._watch, self._backend
@@ -163,6 +175,63 @@ class ModelRunner:
             return
         raise UnsupportedModel(f"{name} runs in none of the ways: {_reasons(wrong)}")
 
+    def try_images(self, vision: Vision, *, max_tokens: int, most_bytes: int) -> str:
+        """Take a way in which an image amid text gives what the model gives by itself.
+
+        It is the way of text, or that of one sequence at a time with images whole in a chunk, for
+        models whose image tokens attend to each other. ``most_bytes``: of features that are kept.
+
+        Returns: why there is none; empty if there is one.
+        """
+        pixels = np.random.default_rng(0).integers(0, 256, (_TRIAL_PIXELS, _TRIAL_PIXELS, 3))
+        try:
+            images = vision.read(vision.placeholder, [pixels.astype(np.uint8)])
+        except RequestError as error:
+            return str(error)
+        wrong: dict[str, list[str]] = {}
+        for way, whole in ((self.way, False), ("alone", True)):
+            trial = ImageTrial(self._loaded, images, self._kept_as, whole=whole)
+            if len(trial.token_ids) > max_tokens:
+                return (
+                    f"a small one takes {len(trial.token_ids)} tokens with some text, and "
+                    f"max_model_len is {max_tokens}"
+                )
+            self.encoder = ImageEncoder(self._loaded.model, vision.image_token_id, most_bytes)
+            try:
+                if whole:
+                    self._with_images = make_way(way, self._loaded, self._stand_ins, self._watch)
+                self._try_in_chunks(trial)
+            except UnsupportedModel as error:
+                said = f"{way}, whole" if whole else way
+                wrong.setdefault(str(error), []).append(said)
+                continue
+            self.needs_whole_images = whole
+            log.info("%s takes images by way of %r%s", self._name, way, ", whole" if whole else "")
+            return ""
+        self.encoder = self._with_images = None
+        return _reasons(wrong)
+
+    def _try_in_chunks(self, trial: ImageTrial) -> None:
+        """Try the way that was taken with an image. Raises: UnsupportedModel if it is wrong."""
+        rows: list[Tensor] = []
+        self._kv.accounting.add(_TRIAL_ID, max_tokens=len(trial.token_ids))
+        try:
+            for start, stop in pairwise([0, *trial.stops]):
+                if not isinstance(self._kv.accounting.try_extend(_TRIAL_ID, stop), Fits):
+                    raise UnsupportedModel(f"there is no room for {stop} tokens of a small one")
+                self._kv.carry_out()
+                self._kv.require()
+                rows.append(self._trial_chunk(trial, start, stop).clone())
+        finally:
+            self._kv.accounting.free(_TRIAL_ID)
+            self._kv.carry_out()
+        try:
+            trial.judge(torch.cat(rows), trial.stops[0])
+        except UnsupportedModel:
+            raise
+        except _MODEL_ERRORS as error:
+            raise UnsupportedModel(f"it does not run by itself: {one_line(error)}") from error
+
     def try_as_small_copy(self, way: str, max_tokens: int) -> None:
         """Try a way with a small copy of a model. Raises: UnsupportedModel if it is wrong."""
         trial = self.make_trial(max_tokens, exact=True)
@@ -179,22 +248,31 @@ class ModelRunner:
         """Make a trial for a model whose sequences can have ``max_tokens``."""
         groups = attention_groups(self._kv.accounting.groups)
         specs = [attention_spec(group) for group in groups]
-        kept_as = getattr(torch, specs[0].dtype) if specs else self._loaded.model.dtype
         kernels = self._has_kernels and not exact
-        return Trial(self._loaded, specs, kept_as, max_tokens, exact=exact, for_kernels=kernels)
+        return Trial(
+            self._loaded, specs, self._kept_as, max_tokens, exact=exact, for_kernels=kernels
+        )
+
+    @property
+    def _kept_as(self) -> torch.dtype:
+        """Of keys and values."""
+        kept_as: torch.dtype = self._loaded.model.dtype
+        for group in attention_groups(self._kv.accounting.groups)[:1]:
+            kept_as = getattr(torch, attention_spec(group).dtype)
+        return kept_as
 
     def compute(
         self,
         batches: list[AttentionBatch],
         given: HostInputs,
-        complete: Callable[[PackedStep], None] | None = None,  # adds what only some models need
+        complete: Callable[[PackedStep, Inputs], None] | None = None,  # adds what some models need
     ) -> tuple[Tensor, list[int]]:
         """Run one forward pass. Return logits [rows, vocabulary], and the silent layers."""
         with on_device(self.device):
             inputs = given.on(self.device, batches)
             step = self._step(self._backend, batches, inputs)
             if complete is not None:
-                complete(step)
+                complete(step, inputs)
             return self._run(step, inputs), step.silent
 
     def capture(
@@ -355,9 +433,10 @@ class ModelRunner:
         """Return logits [stop - start, vocabulary] of the trial's tokens [start, stop)."""
         chunks, ids = [(_TRIAL_ID, start, stop)], trial.token_ids[start:stop]
         sources = [] if trial.source is None else [trial.source]
+        images = [trial.images] if isinstance(trial, ImageTrial) else []
         self._watch.look()
         try:
-            logits, silent = self._forward(chunks, ids, [*range(len(ids))], sources)
+            logits, silent = self._forward(chunks, ids, [*range(len(ids))], sources, None, images)
         except UnsupportedModel:
             raise
         except _MODEL_ERRORS as error:
@@ -375,34 +454,58 @@ class ModelRunner:
         logits_at: list[int],
         sources: Several[Source] = (),  # of the chunks, or none at all
         hidden: list[Tensor] | None = None,  # receives the last hidden states [1, T, hidden]
+        images: Several[PromptImages | None] = (),  # of each chunk's prompt
     ) -> tuple[Tensor, list[int]]:
         """Return logits [rows, vocabulary] at some packed tokens, and the silent layers."""
         accounting, storage = self._kv.accounting, self._kv.storage
+        shown, shifts = self._shown(chunks, images)
         groups = range(len(attention_groups(accounting.groups)))
         batches = [make_batch(accounting, group, chunks) for group in groups]
         given = HostInputs(
             token_ids=np.array(token_ids),
-            positions=packed_tokens(chunks),
+            positions=packed_tokens(chunks) + shifts,
             logits_at=np.array(logits_at, np.int64),
             states=None if self._recurrent is None else make_state_batch(accounting, chunks),
         )
-        if self._captured is not None and len(token_ids) == len(chunks) == len(logits_at):
+        one_each = len(token_ids) == len(chunks) == len(logits_at)
+        if self._captured is not None and one_each and not shown:
             with on_device(self.device):
                 replayed = self._captured.replay(storage, batches, given)
             if replayed is not None:
                 return replayed, []
 
-        def complete(step: PackedStep) -> None:
+        def complete(step: PackedStep, inputs: Inputs) -> None:
             step.hidden = hidden
+            if shown:
+                assert self.encoder is not None, "requests with images are refused without"
+                spans = [(start, stop) for _, start, stop in chunks]
+                with self._watch.passing():
+                    step.images = self.encoder.of_step(
+                        spans, images, inputs.token_ids, inputs.positions
+                    )
             if sources:
                 step.sources = kept_sources(accounting, storage, chunks, sources)
 
         own = partial(self.compute, batches, given, complete)
         return own() if self._ranks is None else self._ranks.compute(batches, given, own)
 
+    def _shown(
+        self, chunks: list[tuple[int, int, int]], images: Several[PromptImages | None]
+    ) -> tuple[bool, npt.NDArray[np.int64] | int]:
+        """Return whether a chunk is not behind its prompt's images, and what positions lack."""
+        if self.encoder is None or not any(images):
+            return False, 0
+        pairs = [*zip(chunks, images, strict=True)]
+        shown = any(own is not None and start < own.end for (_, start, _), own in pairs)
+        shifts = [
+            0 if own is None else self.encoder.shift(own, start) for (_, start, _), own in pairs
+        ]
+        return shown, np.repeat(shifts, [stop - start for _, start, stop in chunks])
+
     def _run(self, step: PackedStep, inputs: Inputs) -> Tensor:
-        assert self._model is not None, "no way to run the model has been taken"
-        return self._model.forward(step, inputs.token_ids, inputs.positions, inputs.logits_at)
+        way = self._model if step.images is None or not self._with_images else self._with_images
+        assert way is not None, "no way to run the model has been taken"
+        return way.forward(step, inputs.token_ids, inputs.positions, inputs.logits_at)
 
     def _run_decode(
         self, backend: AttentionBackend, batches: Several[AttentionBatch], inputs: Inputs

@@ -60,6 +60,7 @@ class Request:
     suppressed_first: tuple[int, ...] = ()  # … and those that it bars as the first
     grammar: Grammar | None = None  # of the params' structured_outputs
     source: object = None  # an encoder's input, as the runner knows it
+    images: object = None  # behind placeholders of the prompt, as the runner knows them
     beam: BeamSearchParams | None = None  # a beam search chooses its tokens
     pooling: PoolingParams | None = None  # it ends with its prompt's embedding, and has no text
     leaves_blocks: bool = False  # another server will go on with its prompt

@@ -17,8 +17,10 @@ from transformers import (
     AutoConfig,
     AutoFeatureExtractor,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
     TorchAoConfig,
@@ -116,6 +118,7 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: Any  # None for a model that came without one
     feature_extractor: Any = None  # of a model that hears, if it came with one
+    processor: Any = None  # of a model that sees, if it came with one
     spec: ModelSpec
     ranks: Any = None  # what speaks with the processes that have the other parts of it, if any
     is_private: bool = False  # nothing but the engine has it, so that it stays what it is
@@ -205,6 +208,7 @@ def load(
         model=model.eval(),
         tokenizer=_tokenizer(source),
         feature_extractor=_feature_extractor(source, model),
+        processor=_processor(source, model),
         spec=spec.computed_in(_dtype_name(model)),
         files=() if getattr(model, "_hf_peft_config_loaded", False) else files,
     )
@@ -249,9 +253,14 @@ def features_shape(loaded: LoadedModel) -> tuple[int, int] | None:
 
 
 def auto_class(config: Any) -> Any:
-    """Choose Transformers' class for a config: one that reads a source, or text alone."""
+    """Choose Transformers' class for a config: one that reads a source, or text, or images too.
+
+    Where a config has a class for text alone besides, it is that.
+    """
     if not getattr(config, "is_encoder_decoder", False):
-        return AutoModelForCausalLM
+        sees = type(config) in AutoModelForImageTextToText._model_mapping
+        writes = type(config) in AutoModelForCausalLM._model_mapping
+        return AutoModelForImageTextToText if sees and not writes else AutoModelForCausalLM
     hears = type(config) in AutoModelForSpeechSeq2Seq._model_mapping
     return AutoModelForSpeechSeq2Seq if hears else AutoModelForSeq2SeqLM
 
@@ -285,7 +294,10 @@ def _divided(num_ranks: int) -> dict[str, Any]:
 
 
 def adopt(model: Any, tokenizer: Any = None) -> LoadedModel:
-    """Take a model that is in memory already. Raises: ConfigError, UnsupportedModel."""
+    """Take a model that is in memory already. ``tokenizer`` may be the processor that has it.
+
+    Raises: ConfigError, UnsupportedModel.
+    """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
@@ -297,8 +309,13 @@ def adopt(model: Any, tokenizer: Any = None) -> LoadedModel:
     if model.training:
         raise ConfigError(f"{name} is in training mode, with dropout: call model.eval()")
     spec = ModelSpec.from_config(model.config.to_dict(), f"{name}.config")
+    processor = tokenizer if hasattr(tokenizer, "image_processor") else None
     return LoadedModel(
-        name=name, model=model, tokenizer=tokenizer, spec=spec.computed_in(_dtype_name(model))
+        name=name,
+        model=model,
+        tokenizer=tokenizer if processor is None else processor.tokenizer,
+        processor=processor,
+        spec=spec.computed_in(_dtype_name(model)),
     )
 
 
@@ -364,6 +381,17 @@ def _feature_extractor(source: str, model: PreTrainedModel) -> Any:
     except Exception as error:  # as above
         reason = first_line(error)
         log.warning("%s comes without a feature extractor (%s): give features", source, reason)
+        return None
+
+
+def _processor(source: str, model: PreTrainedModel) -> Any:
+    if not hasattr(model.base_model, "get_image_features"):
+        return None
+    try:
+        return AutoProcessor.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # as above; ImportError where Pillow or torchvision is wanted
+        reason = first_line(error)
+        log.warning("%s comes without a usable processor (%s): no images", source, reason)
         return None
 
 

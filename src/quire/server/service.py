@@ -68,10 +68,11 @@ class Service:
         self.chat = Chat(
             facts.tokenizer,
             self.texts,
-            chat_template=config.chat_template,
+            chat_template=config.chat_template or facts.vision.chat_template,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
             model_type=facts.model_type,
+            placeholder="" if facts.vision.why_not else facts.vision.placeholder,
         )
         self.responses = Store(config.max_stored_response_bytes)
         self.background = Background(config.max_background_responses)

@@ -64,6 +64,22 @@ class StateCheckpoints:
         return ends_prompt or stop // self._interval > start // self._interval
 
 
+# -- whole images ----------------------------------------------------------------------------------
+
+
+def outside_images(sequence: Sequence, start: int, stop: int) -> int:
+    """Return where a chunk ends that could end at ``stop``, if it may not end in an image.
+
+    It ends before the image, or goes on to its end where it begins there: past the budget of the
+    step, which another sequence would use up again and again.
+    """
+    for image in sequence.request.keys.images:
+        end = image.start + image.num_tokens
+        if image.start < stop < end:
+            return image.start if start < image.start else end
+    return stop
+
+
 # -- plan builder ----------------------------------------------------------------------------------
 
 
@@ -97,7 +113,7 @@ class PlanBuilder:
         """Give these chunks, whose room is taken, a place in the plan."""
         self.chunks += chunks
         self.served.update(chunk.sequence.seq_id for chunk in chunks)
-        self.budget -= sum(chunk.stop - chunk.start for chunk in chunks)
+        self.budget = max(0, self.budget - sum(chunk.stop - chunk.start for chunk in chunks))
         if self.one_chunk and self.chunks:
             self.budget = 0
 
@@ -112,9 +128,11 @@ class PlanBuilder:
             stop = last
             if last > start + 1:  # a single token always fits
                 stop = self.snapshots.end(start, min(last, start + budget), last)
+                if self.limits.whole_images:
+                    stop = outside_images(sequence, start, stop)
             if stop < last:
                 chunks.append(Chunk(sequence=sequence, start=start, stop=stop, samples=False))
-                budget -= stop - start
+                budget = max(0, budget - (stop - start))
                 if not budget or self.one_chunk:
                     break
                 continue
@@ -128,7 +146,7 @@ class PlanBuilder:
             chunks.append(
                 Chunk(sequence=sequence, start=start, stop=stop, drafts=guesses, samples=True)
             )
-            budget -= stop - start
+            budget = max(0, budget - (stop - start))
             if not budget or self.one_chunk:
                 break
         return chunks

@@ -67,6 +67,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     policy: str = "fcfs"
+    whole_images: bool = False  # no chunk ends in one
     watermark_bytes: int = 0  # what a newcomer leaves free while others run …
     # … and this part of the bytes that all are expected to need. None: all of them, or none where
     # admission is worth what is computed again later, by the measured costs.

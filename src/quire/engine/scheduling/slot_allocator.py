@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.engine.scheduling.plan_builder import StateCheckpoints
+from quire.engine.scheduling.plan_builder import StateCheckpoints, outside_images
 from quire.engine.scheduling.policy import SchedulerLimits
 from quire.engine.scheduling.swap_space import SwapSpace
 from quire.engine.sequence import Sequence
@@ -126,6 +126,7 @@ class SlotAllocator:
         stop = self.snapshots.end(
             start, min(sequence.num_tokens, start + budget), sequence.num_tokens
         )
+        stop = self._whole(sequence, start, stop)
         return Attempt(start, stop, token_ids, hit, num_restored, found=hit)
 
     def _taken(self, sequence: Sequence, attempt: Attempt) -> Chunk:
@@ -152,17 +153,23 @@ class SlotAllocator:
         A window that moves in smaller steps holds less at once. A hit may lie scattered over pages,
         so that less fits beside it than without it. Saved entries come back in one piece.
         """
-        if attempt.stop > attempt.start + 1 and not sequence.needs_room_at_once:
-            attempt.stop = attempt.start + (attempt.stop - attempt.start) // 2
+        half = attempt.start + (attempt.stop - attempt.start) // 2
+        half = self._whole(sequence, attempt.start, half)
+        if attempt.start < half < attempt.stop and not sequence.needs_room_at_once:
+            attempt.stop = half
         elif attempt.hit is not None and attempt.start:
             attempt.hit, attempt.num_restored, attempt.start = None, 0, 0
-            attempt.stop = min(sequence.num_tokens, budget)
+            attempt.stop = self._whole(sequence, 0, min(sequence.num_tokens, budget))
         elif self._fits_in_chunks(sequence) and self._has_more_than_last_time(sequence):
             sequence.needs_room_at_once = False
             sequence.began_again_with = sequence.num_tokens, self._room_bytes
         else:
             return False
         return True
+
+    def _whole(self, sequence: Sequence, start: int, stop: int) -> int:
+        """Return where a chunk ends that could end at ``stop``."""
+        return outside_images(sequence, start, stop) if self._limits.whole_images else stop
 
     def _lift_ceiling(self, verdict: Never | NotNow) -> bool:
         """Raise a lowered ceiling for a sequence that is alone.

@@ -21,6 +21,7 @@ class Needs:
     activation_source: str = "estimate for max_num_batched_tokens"
     graph_bytes: int = 0  # of recorded steps, which keep what they compute with
     swap_buffer_bytes: int = 0  # on a device, through which entries go to the host and back
+    image_bytes: int = 0  # of features that are kept until their tokens are computed
     tier_bytes: int = 0  # host memory in which blocks outside the pool lie, or on their way
     bytes_per_token: int
     context_tokens: int  # the longest sequence
@@ -42,7 +43,7 @@ class Needs:
     @property
     def besides_bytes(self) -> int:
         """Bytes that are needed besides weights and KV."""
-        return self.step_bytes + self.tier_bytes
+        return self.step_bytes + self.image_bytes + self.tier_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -337,6 +337,9 @@ def _besides(needs: Needs) -> tuple[Term, ...]:
     if needs.swap_buffer_bytes:
         source = "two, for what swap_space takes and gives back"
         terms.append(Term(label="swap buffers", num_bytes=-needs.swap_buffer_bytes, source=source))
+    if needs.image_bytes:
+        source = "features of images, max_num_batched_tokens of them"
+        terms.append(Term(label="images", num_bytes=-needs.image_bytes, source=source))
     if needs.tier_bytes:
         source = "kv_offloading_size and memory: tiers, and blocks on their way"
         terms.append(Term(label="tiers", num_bytes=-needs.tier_bytes, source=source))

@@ -20,6 +20,7 @@ from quire.errors import UnsupportedModel
 from quire.kv.storage.entries import dequantize, quantize
 from quire.models.executors.encoder_source import Encoded, Source, encode
 from quire.models.executors.hooks import PackedStep
+from quire.models.executors.image_features import PromptImages
 from quire.models.executors.packed import PackedModel
 from quire.models.executors.per_sequence import PerSequenceModel
 from quire.models.fused_modules import FusedModules
@@ -215,6 +216,54 @@ class Trial:
                 decoder_input_ids=torch.tensor([self.token_ids], device=self._loaded.device),
                 use_cache=False,
             ).logits[0]
+        return logits
+
+
+@final
+class ImageTrial(Trial):
+    """The same with an image amid text; a chunk ends in the image unless ``whole``."""
+
+    def __init__(
+        self, loaded: LoadedModel, images: PromptImages, kept_as: torch.dtype, *, whole: bool
+    ) -> None:
+        placeholder = images.token_ids[int(images.places[0])]
+        text = [
+            t for i in range(_LEAST_TOKENS) if (t := (3 + 7 * i) % loaded.vocab_size) != placeholder
+        ]
+        half = len(text) // 2
+        self.images = images.amid(text[:half], text[half:])
+        self.token_ids, self.source = [*self.images.token_ids], None
+        middle = int(self.images.places[len(self.images.places) // 2])
+        behind = len(self.token_ids) - len(text[half:]) // 2
+        self.stops = [half // 2 if whole else middle, behind, len(self.token_ids)]
+        self._past = 0
+        self._loaded, self._kept_as, self._exact = loaded, kept_as, False
+
+    @cached_property
+    def _expected(self) -> Tensor:
+        """What the model says by itself, of pixels, with its own positions and masks."""
+        model, images = self._loaded.model, self.images
+        rounded = self._kept_as != model.dtype
+        taken = [*inspect.signature(model.forward).parameters]
+        ids = torch.tensor([images.token_ids])
+        given = {
+            "attention_mask": torch.ones_like(ids),
+            **{name: torch.from_numpy(each)[None] for name, each in images.token_types.items()},
+            **images.inputs([*images.images[0].inputs]),
+        }
+        given = {name: each.to(self._loaded.device) for name, each in given.items()}
+        given = {n: x.to(model.dtype) if x.is_floating_point() else x for n, x in given.items()}
+        # What it would keep of these positions for a text that goes on.
+        shift = getattr(model.base_model, "rope_deltas", None)
+        with torch.inference_mode():
+            logits: Tensor = model(
+                input_ids=ids.to(self._loaded.device),
+                past_key_values=RoundedCache(model.config, self._kept_as) if rounded else None,
+                use_cache=rounded,
+                **{name: each for name, each in given.items() if name in taken},
+            ).logits[0]
+        if hasattr(model.base_model, "rope_deltas"):
+            model.base_model.rope_deltas = shift
         return logits
 
 

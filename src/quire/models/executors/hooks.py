@@ -27,6 +27,7 @@ from quire.errors import UnsupportedModel
 from quire.kv import Accounting, LayerView, Storage
 from quire.kv.layout import attention_groups, attention_spec
 from quire.models.executors.encoder_source import KeptSource
+from quire.models.executors.image_features import StepImages
 from quire.models.executors.latent import AbsorbedLatent, attend_latents
 from quire.models.states.recurrent_layers import StepStates
 from quire.spec import AttentionSpec
@@ -123,6 +124,7 @@ class PackedStep:
     # A layer that keeps nothing of its own → whose keys and values it reads.
     lenders: Mapping[int, int] = field(default_factory=dict)
     sources: Sequence[KeptSource] = ()  # of each chunk, where the model reads any
+    images: StepImages | None = None  # where a chunk has any
     written: set[int] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
     latest: int = -1  # the layer that was written last

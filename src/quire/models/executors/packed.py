@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class PackedModel:
         """Run one packed forward pass: logits [S, vocabulary]."""
         with torch.inference_mode():
             recording = None
-            if self._recordings is not None and self._latents.unchanged and step.hidden is None:
+            if self._recordings is not None and self._latents.unchanged and _is_plain(step):
                 recording = self._recordings.find(step, len(token_ids))
             if recording is None:
                 return self._run(step, token_ids, positions, logits_at)
@@ -92,13 +93,16 @@ class PackedModel:
         ):
             step.absorbed = absorbed
             step.gathered = self._gathered(step, absorbed)
+            given: dict[str, Any] = {"position_ids": positions[None]}
+            if step.images is not None:
+                given |= step.images.of_step()
             logits: Tensor = self._model(
                 input_ids=token_ids[None],
-                position_ids=positions[None],
                 past_key_values=EngineCache(step, positions),
                 use_cache=True,
                 logits_to_keep=logits_at,
                 quire_step=step,
+                **given,
             ).logits[0]
         # A model that does not know ``logits_to_keep`` gives those of all tokens.
         return logits if len(logits) == len(logits_at) else logits[logits_at]
@@ -119,6 +123,11 @@ class PackedModel:
         finally:
             for config, name in zip(self._configs, own, strict=True):
                 config._attn_implementation_internal = name
+
+
+def _is_plain(step: PackedStep) -> bool:
+    """Whether a pass is of ids and positions alone, and nothing but logits is asked of it."""
+    return step.hidden is None and step.images is None
 
 
 def _configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:

@@ -82,6 +82,8 @@ class PerSequenceModel:
         given: dict[str, Any] = {}
         if "position_ids" in self._takes:
             given["position_ids"] = positions[None]
+        if step.images is not None:
+            given |= step.images.of_chunk(number)
         keeps = "logits_to_keep" in self._takes
         if keeps:
             given["logits_to_keep"] = wanted

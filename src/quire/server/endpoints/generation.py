@@ -18,11 +18,12 @@ from msgspec import UNSET, UnsetType
 from quire.chat.conversation import ChatInput, ChatPrompt, Reader
 from quire.chat.output_events import Event, ReasoningDelta
 from quire.engine.outputs import TextDelta
-from quire.engine.prompts import Prompt
+from quire.engine.prompts import Prompt, ShownPrompt
 from quire.engine.sequence import Embedding, Request, TokenLogprobs
 from quire.errors import RequestError
 from quire.sampling_params import Params, SamplingParams, StructuredOutputsParams
 from quire.server.admission_control import Permit
+from quire.server.pictures import read_pictures
 from quire.server.request_context import RequestContext
 from quire.server.request_params import sampling_params, searched
 from quire.server.schemas.request_fields import (
@@ -536,7 +537,18 @@ async def turn_request(
         raise Refused(
             400, "the chat template writes nothing for these messages: give one of them a text"
         )
-    token_ids = _truncated(context, list(prompt.token_ids), asked, leaves=1)
+    shown: ShownPrompt | None = None
+    if prompt.image_urls:
+        shown = await shown_prompt(context, prompt, chat)
+        if asked.truncate_prompt_tokens is not None:
+            raise invalid(
+                "truncate_prompt_tokens",
+                "truncate_prompt_tokens: a prompt with images cannot be cut, for that could be "
+                "within one",
+            )
+        token_ids = list(shown.token_ids)
+    else:
+        token_ids = _truncated(context, list(prompt.token_ids), asked, leaves=1)
     room = room_for(context, len(token_ids), None)
     if within_context and max_tokens is not None:
         max_tokens = min(max_tokens, room)
@@ -561,8 +573,23 @@ async def turn_request(
     if asked.skip_special_tokens is None:
         params = replace(params, skip_special_tokens=prompt.skip_special_tokens)
     chosen = searched(asked, params) if isinstance(asked, Searching) else params
-    request = await engine_request(context, token_ids, chosen, asked)
+    request = await engine_request(context, token_ids if shown is None else shown, chosen, asked)
     return TurnRequest(request=request, prompt=prompt, own_stops=own_stops)
+
+
+async def shown_prompt(context: RequestContext, prompt: ChatPrompt, chat: ChatInput) -> ShownPrompt:
+    """Read a prompt's images, in a thread, and return it with them.
+
+    Raises: Refused; RequestError.
+    """
+    vision = context.service.engine.facts.vision
+
+    def shown() -> ShownPrompt:
+        pictures = read_pictures(prompt.image_urls)
+        read = vision.read(prompt.text, pictures, add_special_tokens=chat.add_special_tokens)
+        return ShownPrompt(token_ids=read.token_ids, images=read)
+
+    return await context.in_text_thread(shown)
 
 
 def reasoning_kwargs(effort: str | None) -> dict[str, Any]:

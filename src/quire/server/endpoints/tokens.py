@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from quire.chat.conversation import ChatInput
 from quire.server.endpoints.answers import Json, as_json
+from quire.server.endpoints.generation import shown_prompt
 from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
 from quire.server.schemas.request_fields import ModelRequest
@@ -79,6 +80,8 @@ async def tokenize(context: RequestContext, asked: TokenizeRequest) -> Json[Toke
         )
         prompt = await context.in_text_thread(service.chat.prompt, conversation)
         token_ids = list(prompt.token_ids)
+        if prompt.image_urls:
+            token_ids = list((await shown_prompt(context, prompt, conversation)).token_ids)
     else:
         special = asked.add_special_tokens is not False
         encode = partial(service.texts.encode, asked.prompt or "", add_special_tokens=special)

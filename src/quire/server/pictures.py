@@ -1,0 +1,76 @@
+"""Pictures in a request: ``data:`` URLs, read with Pillow under bounds.
+
+A picture's size is known before its pixels are made, so that a small file cannot become a large
+picture. Nothing is fetched from elsewhere.
+"""
+
+import base64
+import binascii
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from quire.server.wire.error_responses import Refused
+from quire.units import format_count
+
+MOST_PICTURES = 64  # in a request
+MOST_PIXELS = 2**25  # of all of them: 96 MiB of colours
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
+
+
+def read_pictures(urls: Sequence[str]) -> list[Any]:
+    """Return the pictures of ``data:`` URLs as Pillow's, in colours and the right way up.
+
+    Raises: Refused for what is no picture, of another kind, or too large (400), and where Pillow is
+    not installed (501).
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise Refused(
+            501,
+            f"this server cannot read pictures ({error}): its operator can pip install "
+            "'quire[images]'",
+            code="not_installed",
+        ) from error
+    if len(urls) > MOST_PICTURES:
+        raise _bad(f"there are {len(urls)} and may be {MOST_PICTURES}")
+    left = MOST_PIXELS
+    found: list[Any] = []
+    for number, url in enumerate(urls):
+        data = _data(url, number)
+        try:
+            with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
+                width, height = opened.size
+                left -= width * height
+                if left < 0:
+                    raise _bad(
+                        f"number {number} has {format_count(width)} × {format_count(height)} "
+                        f"pixels, and all together may have {format_count(MOST_PIXELS)}"
+                    )
+                found.append(ImageOps.exif_transpose(opened).convert("RGB"))
+        except Refused:
+            raise
+        except Exception as error:  # each format has kinds of its own
+            said = " ".join(str(error).split())[:120].replace(f" {io.BytesIO.__name__}", "")
+            raise _bad(f"number {number} cannot be read: {type(error).__name__}: {said}") from None
+    return found
+
+
+def _data(url: str, number: int) -> bytes:
+    head = _URL.match(url)
+    if head is None:
+        raise _bad(
+            f"number {number} is {url[:40]!r}: give it as data:image/png;base64,… (JPEG, WebP, GIF "
+            "and BMP too), for this server fetches nothing"
+        )
+    try:
+        return base64.b64decode(url[head.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _bad(f"number {number} is not base64: {error}") from None
+
+
+def _bad(why: str) -> Refused:
+    return Refused(400, f"image_url: {why}", code="bad_image")
