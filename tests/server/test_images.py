@@ -15,7 +15,8 @@ from PIL import Image
 from engine.test_images import OPTIONS, own, shown
 from quire import AsyncLLM
 from quire.config import ServerConfig
-from quire.server.pictures import MOST_PICTURES, read_pictures
+from quire.server.admission_control import MOST_PIXELS_UNDER_WAY, AdmissionControl, Bounds
+from quire.server.pictures import MOST_PICTURES, in_colours, open_pictures
 from quire.server.wire.error_responses import Refused
 from seers import picture, seer
 from server.asking import run, serving
@@ -159,19 +160,52 @@ def test_what_cannot_be_asked_is_said(llm: AsyncLLM, body: dict[str, Any], reaso
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_each_kind_is_read(kind: str) -> None:
-    [read] = read_pictures([url_of(picture(1), kind)])
+    [read] = in_colours(open_pictures([url_of(picture(1), kind)]))
     assert (read.mode, read.size) == ("RGB", (70, 90))
 
 
 def test_a_picture_on_its_side_is_turned() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # orientation: turned by a quarter
-    [read] = read_pictures([url_of(picture(1), "JPEG", exif=exif)])
+    [read] = in_colours(open_pictures([url_of(picture(1), "JPEG", exif=exif)]))
     assert read.size == (90, 70)
 
 
 def test_pictures_share_one_bound() -> None:
     large = url_of(Image.new("RGB", (5000, 5000)))
-    assert len(read_pictures([large])) == 1
+    assert len(open_pictures([large])) == 1
     with pytest.raises(Refused, match="number 1 has 5,000 × 5,000 pixels"):
-        read_pictures([large, large])
+        open_pictures([large, large])
+
+
+def test_requests_under_way_share_one_bound_of_pixels() -> None:
+    bounds = Bounds(num_queued_reqs=None, num_queued_tokens=None, num_reqs_per_key=None)
+    admission = AdmissionControl(bounds)
+    with admission.hold_pixels(MOST_PIXELS_UNDER_WAY - 10):
+        with admission.hold_pixels(10):
+            with pytest.raises(Refused, match="send smaller images, or later") as refused:
+                admission.hold_pixels(1).__enter__()
+            assert refused.value.status == 503
+        with admission.hold_pixels(10):
+            pass  # they have been given back
+    with admission.hold_pixels(MOST_PIXELS_UNDER_WAY + 1):
+        pass  # a request by itself is bounded elsewhere
+
+
+def test_pixels_are_held_while_a_chat_is_answered(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        async with serving(ServerConfig(chat_template=PARTS), llm=llm) as client:
+            body = {"messages": asks(WHOLE), **GREEDY}
+            admission = client.service.admission
+            with admission.hold_pixels(MOST_PIXELS_UNDER_WAY):
+                answer = await client.post("/v1/chat/completions", body)
+                assert (answer.status, answer.error["code"]) == (503, "pixels"), answer.body
+                assert answer.headers["retry-after"]
+            for _ in range(2):  # what the first one held is given back
+                answer = await client.post("/v1/chat/completions", body)
+                assert answer.status == 200, answer.body
+            with admission.hold_pixels(MOST_PIXELS_UNDER_WAY - 70 * 90):
+                answer = await client.post("/v1/chat/completions", body)
+                assert answer.status == 200, answer.body
+
+    run(ask())

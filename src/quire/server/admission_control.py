@@ -1,7 +1,8 @@
 """Admission control: which requests may join the queue, and when it is worth asking again.
 
     429  this key has as many requests under way as one may have
-    503  the queue is full, or the server is going down, or sleeps
+    503  the queue is full, or requests that are under way hold as many pixels as they may, or the
+         server is going down, or sleeps
 
 The engine never refuses a request for lack of memory; it lets requests wait. So a wait that is
 longer than a client would accept is refused here at once, with that time as ``Retry-After``.
@@ -26,6 +27,8 @@ Size: TypeAlias = tuple[int, int]  # (sequences, tokens) of a prompt
 _MOST_WAIT_S = 600
 _NUM_REMEMBERED = 256  # the pace is that of the last sequences that began or ended
 _MEMORY_S = 120.0
+# Of all images. A processor makes up to 24 bytes of each, which stay until the request ends.
+MOST_PIXELS_UNDER_WAY = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,7 @@ class AdmissionControl:
         self._num_prepared = 0  # requests that have been read and are being prepared
         self._num_queued = 0  # sequences
         self._num_queued_tokens = 0
+        self._num_pixels = 0
         self._by_key: Counter[int] = Counter()  # being read or prepared, or under way
         self._begun_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._ended_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
@@ -117,6 +121,17 @@ class AdmissionControl:
             self._ended_s.append(self._clock())
             self._leave(caller)
 
+    @contextmanager
+    def hold_pixels(self, number: int) -> Iterator[None]:
+        """Count the pixels of a request's images until the block is left. Raises: Refused."""
+        if self._num_pixels and self._num_pixels + number > MOST_PIXELS_UNDER_WAY:
+            raise self.refused("pixels")
+        self._num_pixels += number
+        try:
+            yield
+        finally:
+            self._num_pixels -= number
+
     def note_piece(self, own: Permit, choice: int) -> None:
         """Note that the engine has begun a continuation: it waits no longer."""
         if choice not in own.begun:
@@ -140,6 +155,14 @@ class AdmissionControl:
                 429,
                 f"this key has {format_count(bounds.num_reqs_per_key or 0)} requests under way, as "
                 f"many as one may have (max_num_reqs_per_key): wait for one of them",
+                code=reason,
+                retry_after_s=_whole(self._pace_s(self._ended_s)),
+            )
+        if reason == "pixels":
+            return Refused(
+                503,
+                "requests that are under way have as many pixels in their images as the server "
+                f"allows ({format_count(MOST_PIXELS_UNDER_WAY)}): send smaller images, or later",
                 code=reason,
                 retry_after_s=_whole(self._pace_s(self._ended_s)),
             )

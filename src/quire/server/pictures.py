@@ -1,14 +1,16 @@
 """Pictures in a request: ``data:`` URLs, read with Pillow under bounds.
 
 A picture's size is known before its pixels are made, so that a small file cannot become a large
-picture. Nothing is fetched from elsewhere.
+picture, and requests that are under way cannot hold more pixels than the server allows. Nothing is
+fetched from elsewhere.
 """
 
 import base64
 import binascii
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from quire.server.wire.error_responses import Refused
@@ -20,14 +22,14 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 
 
-def read_pictures(urls: Sequence[str]) -> list[Any]:
-    """Return the pictures of ``data:`` URLs as Pillow's, in colours and the right way up.
+def open_pictures(urls: Sequence[str]) -> list[Any]:
+    """Return the pictures of ``data:`` URLs as Pillow's, of which only the sizes have been read.
 
     Raises: Refused for what is no picture, of another kind, or too large (400), and where Pillow is
     not installed (501).
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image
     except ImportError as error:
         raise Refused(
             501,
@@ -41,22 +43,37 @@ def read_pictures(urls: Sequence[str]) -> list[Any]:
     found: list[Any] = []
     for number, url in enumerate(urls):
         data = _data(url, number)
-        try:
-            with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
-                width, height = opened.size
-                left -= width * height
-                if left < 0:
-                    raise _bad(
-                        f"number {number} has {format_count(width)} × {format_count(height)} "
-                        f"pixels, and all together may have {format_count(MOST_PIXELS)}"
-                    )
-                found.append(ImageOps.exif_transpose(opened).convert("RGB"))
-        except Refused:
-            raise
-        except Exception as error:  # each format has kinds of its own
-            said = " ".join(str(error).split())[:120].replace(f" {io.BytesIO.__name__}", "")
-            raise _bad(f"number {number} cannot be read: {type(error).__name__}: {said}") from None
+        with _readable(number):
+            opened = Image.open(io.BytesIO(data), formats=_FORMATS)
+        width, height = opened.size
+        left -= width * height
+        if left < 0:
+            raise _bad(
+                f"number {number} has {format_count(width)} × {format_count(height)} "
+                f"pixels, and all together may have {format_count(MOST_PIXELS)}"
+            )
+        found.append(opened)
     return found
+
+
+def in_colours(opened: Sequence[Any]) -> list[Any]:
+    """Make the pixels of pictures: in colours, and the right way up. Raises: Refused (400)."""
+    from PIL import ImageOps
+
+    found: list[Any] = []
+    for number, picture in enumerate(opened):
+        with _readable(number), picture:
+            found.append(ImageOps.exif_transpose(picture).convert("RGB"))
+    return found
+
+
+@contextmanager
+def _readable(number: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # each format has kinds of its own
+        said = " ".join(str(error).split())[:120].replace(f" {io.BytesIO.__name__}", "")
+        raise _bad(f"number {number} cannot be read: {type(error).__name__}: {said}") from None
 
 
 def _data(url: str, number: int) -> bytes:

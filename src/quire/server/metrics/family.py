@@ -26,6 +26,7 @@ Rejection = Literal[
     "max_num_queued_reqs",  # vLLM's two
     "max_num_queued_tokens",
     "max_num_reqs_per_key",
+    "pixels",  # of images of requests under way
     "draining",  # the server is being shut down
     "sleeping",  # an operator has put it to sleep
 ]
