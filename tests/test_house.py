@@ -39,6 +39,12 @@ def test_every_link_to_a_file_leads_somewhere(path: Path) -> None:
     assert not missing, f"{name_of(path)} links to what is not there: {', '.join(missing)}"
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_no_merge_was_left_half_done(path: Path) -> None:
+    left = re.findall(r"^(?:<{7} |={7}$|>{7} ).*", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert not left, f"{name_of(path)} has {left[0]!r}"
+
+
 def test_the_figures_of_the_readme_are_those_of_the_measurements() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[\w[^|]*\]\((benchmarks/\S+)\)(.*)\|$", readme, re.MULTILINE)
