@@ -44,10 +44,11 @@ def estimated_footprint(
 
 # A header has all shapes. Buffers that a model computes, as rotary frequencies, are in no file.
 _EXPERT = re.compile(r"\.experts?\.\d+\.")
-_ROUTED = re.compile(r"\.(experts|switch_mlp)\.")
-_TABLE = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.")
-_ATTENTION = re.compile(r"\.(\w*attn\w*|\w*attention\w*|mixer|mamba)\.")
-_TOWER = re.compile(r"(^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector|mm_projector)\.")
+# Names of modules, which stand between the dots of a tensor's name.
+_ROUTED = frozenset({"experts", "switch_mlp"})
+_TABLES = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings"})
+_MIXERS = frozenset({"mixer", "mamba"})
+_TOWERS = frozenset({"visual", "multi_modal_projector", "mm_projector"})
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _FLOATS: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
 _BYTES: Mapping[str, int] = MappingProxyType(
@@ -142,15 +143,16 @@ def parts_of(
 
 def _part(name: str, tensor: Stored) -> str:
     """Return the part that a tensor belongs to; what has no known name is read by every step."""
-    if _TOWER.search(name):
+    modules = frozenset(name.split(".")[:-1])
+    if modules & _TOWERS or any(each.startswith(("vision_", "audio_")) for each in modules):
         return "towers"
-    if _ROUTED.search(name):
+    if modules & _ROUTED:
         return "experts"
-    if _TABLE.search(name):
+    if modules & _TABLES:
         return "table"
     if name.endswith("lm_head.weight"):
         return "head"
-    if _ATTENTION.search(name):
+    if modules & _MIXERS or any("attn" in each or "attention" in each for each in modules):
         return "attention"
     return "dense" if len(tensor.shape) > 1 else "small"
 
