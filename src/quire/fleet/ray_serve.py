@@ -279,7 +279,7 @@ class ServedReplica:
         """Return how busy this replica is, for ``FollowWork``."""
         load = (await self._here().report()).load
         busy = (load.num_waiting + load.num_running) / load.max_num_seqs
-        return {BUSY: busy, QUEUED_S: load.queued_tokens * load.compute_s_per_token}
+        return {BUSY: busy, QUEUED_S: load.queued_tokens * load.prompt_token_s}
 
     def check_health(self) -> None:
         """Raise what has ended the engine, so that Serve puts another replica in its place.
