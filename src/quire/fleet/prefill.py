@@ -54,8 +54,9 @@ class Detours:
         """Tell whether a prompt costs less if it is computed at a prefill replica first.
 
         ``here``: where it is to go on, with ``load``, and ``num_running`` sequences run; ``there``:
-        the prefill replica's load, where ``queued_tokens`` of prompts wait. Seconds of this prompt and of sequences that it delays
-        count alike: each that runs where a prompt is computed waits for it.
+        the prefill replica's load, where ``queued_tokens`` of prompts wait. Seconds of this prompt
+        and of sequences that it delays count alike: each that runs where a prompt is computed waits
+        for it.
         """
         tokens = here.computed_tokens
         computing_s = tokens * load.prompt_token_s

@@ -30,9 +30,19 @@ from quire.config import (
 )
 from quire.config.keys import is_loopback
 from quire.errors import ConfigError, QuireError, one_line
-from quire.fleet.fleet_plan import APP, DOOR, PREFILL, PREFILL_APP, REPLICA, STORE_S, FleetPlan
+from quire.fleet.fleet_plan import (
+    APP,
+    BUSY,
+    DOOR,
+    PREFILL,
+    PREFILL_APP,
+    QUEUED_S,
+    REPLICA,
+    STORE_S,
+    FleetPlan,
+    wanted_replicas,
+)
 from quire.fleet.prefill import PrefillPlaces
-from quire.fleet.scaling import BUSY, QUEUED_S, wanted_replicas
 
 RAY_VERSION: Final = "2.60"  # its routers are alpha: another minor version may differ
 _EXTRA = "pip install 'quire[fleet]'"
