@@ -257,8 +257,8 @@ def load_of(llm: LLM, sequences: list[Sequence]) -> Load:
     """Return an engine's load, between two steps: what ``AsyncLLM.inspect`` calls."""
     scheduler = llm.engine.scheduler
     step_s, token_s = scheduler.costs.prices.step_s, scheduler.costs.prices.token_s
-    # Infinite before the first prompt. Zero where steps with prompts took no longer than others: the
-    # prompts were too short to tell, and a long one is not free.
+    # Infinite before the first prompt. Zero where steps with prompts took no longer than others:
+    # the prompts were too short to tell, and a long one is not free.
     known = token_s if isfinite(token_s) and token_s > 0 else None
     # A sequence that decodes has one token that is not computed: its last one.
     queued = (own.num_tokens - own.num_computed_tokens for own in sequences)
