@@ -121,7 +121,7 @@ TORCH_FREE = (
     *("engine.interfaces", "engine.core", "engine.kv_cache", "engine.offloading"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),
     *("server.run", "engine.event_format", "fleet.placement", "fleet.fleet_status"),
-    *("fleet.fleet_plan", "fleet.scaling"),
+    "fleet.fleet_plan",
 )
 
 VAGUE = re.compile(r"(Base|Abstract|Manager|Helper|Util|Utils|Impl)(?![a-z])")

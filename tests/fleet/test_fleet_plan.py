@@ -11,8 +11,7 @@ import yaml
 from quire.cli import main
 from quire.config import EngineConfig, FleetConfig, ServerConfig
 from quire.errors import ConfigError
-from quire.fleet.fleet_plan import FleetPlan
-from quire.fleet.scaling import BUSY, BUSY_GOAL, QUEUED_S, wanted_replicas
+from quire.fleet.fleet_plan import BUSY, BUSY_GOAL, QUEUED_S, FleetPlan, wanted_replicas
 
 TRANSFER = json.dumps(
     {

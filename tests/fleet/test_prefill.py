@@ -3,18 +3,18 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fleet.replicas import OPTIONS, Fleet, door, engine, fleet_of
-from quire import AsyncLLM, SamplingParams
+from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import ConfigError
 from quire.fleet.placement import Load, Placed
 from quire.fleet.prefill import Detours, PrefillPlaces
-from quire.fleet.replica import facts_of
+from quire.fleet.replica import facts_of, load_of
 from quire.models.loader import load
 from server.asking import run
 
@@ -97,6 +97,42 @@ def test_what_does_not_pay_is_computed_where_its_answer_is(llms) -> None:
             assert fleet.engine.num_prefilled == {"here": 2}
             assert not first.requests
             assert all(each.remote is None for each in here.requests)
+
+    run(scene())
+
+
+def test_a_prefill_replica_that_has_measured_nothing_costs_what_others_have(llms) -> None:
+    token_s = 2.5e-8  # so 10 000 sequences wait for 25 ms; a guess makes it 30 ms apart
+
+    async def scene() -> None:
+        async with apart(llms) as fleet:
+            first, here = fleet.replicas
+            here.load_changes.update(compute_s_per_token=token_s, load_s_per_block={"STORAGE": 0})
+            first.load_changes["compute_s_per_token"] = None
+            async with asyncio.timeout(10):
+                while fleet.placement.loads["first"].compute_s_per_token != token_s:
+                    await asyncio.sleep(0.005)
+            await answer(fleet.engine, prompt(11))
+            assert fleet.engine.num_prefilled == {"apart": 1}
+
+    run(scene())
+
+
+def test_sequences_that_began_since_the_last_report_would_wait(llms) -> None:
+    async def scene() -> None:
+        async with apart(llms) as fleet, AsyncExitStack() as stack:
+            _, here = fleet.replicas
+            here.load_changes.update(num_running=0, load_s_per_block={"STORAGE": 0})
+            async with asyncio.timeout(10):
+                while fleet.placement.loads["here"].num_running:
+                    await asyncio.sleep(0.005)
+            long = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+            for number in range(4):
+                request = await fleet.engine.request(prompt(20 + number, 12), long)
+                pieces = await stack.enter_async_context(aclosing(fleet.engine.generate(request)))
+                await anext(pieces)
+            await answer(fleet.engine, prompt(12))
+            assert fleet.engine.num_prefilled == {"here": 4, "apart": 1}
 
     run(scene())
 
@@ -230,7 +266,10 @@ def test_it_pays_where_sequences_would_wait() -> None:
     idle, detours = Load(compute_s_per_token=1e-3), Detours()
 
     def pays(tokens: int = 1000, here: Load = load, there: Load = idle, queued: int = 0) -> bool:
-        return detours.pays(placed(tokens), here, there, queued_tokens=queued, block_size=16)
+        running = here.num_running
+        return detours.pays(
+            placed(tokens), here, there, num_running=running, queued_tokens=queued, block_size=16
+        )
 
     assert pays()
     assert not pays(here=Load(compute_s_per_token=1e-3))  # none runs there
@@ -244,6 +283,20 @@ def test_it_pays_where_sequences_would_wait() -> None:
     assert 0.49 < detours.mean_s < 0.51
     assert not pays(tokens=10)  # a short prompt
     assert pays()
+
+
+def test_short_prompts_do_not_tell_what_a_long_one_costs() -> None:
+    with LLM(load(), **OPTIONS) as llm:
+        assert load_of(llm, []).compute_s_per_token is None  # none yet
+        costs = llm.engine.scheduler.costs
+        for _ in range(20):
+            costs.note_step(9, 1, 9, 0.02)  # a prompt takes no longer than a sequence's next token
+            costs.note_step(1, 1, 500, 0.02)
+        assert costs.prices.token_s == 0
+        assert load_of(llm, []).compute_s_per_token is None
+        for _ in range(20):
+            costs.note_step(512, 1, 512, 0.02 + 512e-3)
+        assert load_of(llm, []).compute_s_per_token == pytest.approx(1e-3, rel=0.1)
 
 
 def test_a_place_is_one_replicas_as_long_as_it_lives(tmp_path: Path) -> None:

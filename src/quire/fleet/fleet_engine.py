@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from math import inf
+from statistics import fmean
 from typing import Any, Literal, Protocol, TypeAlias, final
 
 from quire.engine.outputs import TextDelta
@@ -98,6 +99,7 @@ class Member:
     why: str = ""  # of the state, for people
     facts: ReplicaFacts | None = None
     report: ReplicaReport | None = None
+    load: Load | None = None  # the report's, with what others have measured where it has not
     counts: ReplicaCounts = field(default_factory=ReplicaCounts)
     streams: "set[Stream]" = field(default_factory=set)
     watching: asyncio.Task[None] | None = None
@@ -395,23 +397,35 @@ class FleetEngine:
 
     def _note(self, member: Member, report: ReplicaReport) -> None:
         member.report = report
-        self._placement.report(member.name, self._with_costs_of_others(report.load))
+        member.load = self._with_costs_of_others(report.load)
+        self._placement.report(member.name, member.load)
         if not report.takes_requests and member.state == "up":
             self._set(member, "draining", "it takes no new requests")
         elif report.takes_requests and member.state == "draining" and not member.told_to_drain:
             self._set(member, "up", "")
 
     def _with_costs_of_others(self, load: Load) -> Load:
-        """Return a load in which a tier that the replica has not used costs what others measured,
-        in the mean.
+        """Return a load in which what the replica has not measured costs what others measured, in
+        the mean: a prompt's token, and a block of each tier.
         """
-        measured: dict[Medium, list[float]] = {}
+        tokens: list[float] = []
+        blocks: dict[Medium, list[float]] = {}
         for member in self.members.values():
             if member.report is not None and member.state == "up":
-                for medium, seconds in member.report.load.load_s_per_block.items():
-                    measured.setdefault(medium, []).append(seconds)
-        costs = {medium: sum(several) / len(several) for medium, several in measured.items()}
-        return replace(load, load_s_per_block={**costs, **load.load_s_per_block})
+                theirs = member.report.load
+                if theirs.compute_s_per_token is not None:
+                    tokens.append(theirs.compute_s_per_token)
+                for medium, seconds in theirs.load_s_per_block.items():
+                    blocks.setdefault(medium, []).append(seconds)
+        token_s = load.compute_s_per_token
+        if token_s is None and tokens:
+            token_s = fmean(tokens)
+        costs = {medium: fmean(several) for medium, several in blocks.items()}
+        return replace(
+            load,
+            compute_s_per_token=token_s,
+            load_s_per_block={**costs, **load.load_s_per_block},
+        )
 
     def _lose(self, member: Member, why: str) -> None:
         """Route nothing to a replica that is lost, and let its streams know."""
@@ -736,26 +750,28 @@ class FleetEngine:
             other.counts.outcomes[outcome] += 1
             self._placement.note_end(choice)
         self.num_prefilled["failed" if stream.request.remote is None else "apart"] += 1
-        if other.report is not None:
-            computing_s = choice.computed_tokens * other.report.load.compute_s_per_token
+        if other.load is not None:
+            computing_s = choice.computed_tokens * other.load.prompt_token_s
             self._detours.note(time.monotonic() - began_s, computing_s)
 
     def _pays(self, here: Placed, member: Member, names: Iterable[str]) -> bool:
         """Tell whether one of these prefill replicas is to compute a prompt first."""
         assert self._first is not None, "start() waits for the first replica"
         block_size = self._first.block_size
-        if member.report is None or here.computed_tokens < block_size:
+        if member.load is None or here.computed_tokens < block_size:
             return False
+        # What was sent since the last reports counts, too.
+        begun = sum(len(each.open_choices) for each in member.streams if each.has_begun)
         for other in (self.members[name] for name in names):
-            if other.report is None:
+            if other.load is None:
                 continue
             sent = sum(len(each.request.prompt_token_ids) for each in other.streams)
-            there = other.report.load
             if self._detours.pays(
                 here,
-                member.report.load,
-                there,
-                queued_tokens=max(sent, there.queued_tokens),
+                member.load,
+                other.load,
+                num_running=max(begun, member.load.num_running),
+                queued_tokens=max(sent, other.load.queued_tokens),
                 block_size=block_size,
             ):
                 return True

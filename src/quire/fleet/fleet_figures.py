@@ -233,15 +233,15 @@ def status_of(fleet: FleetEngine, model: str, *, chats: bool) -> FleetStatus:
 
 def _status(member: Member, num_gaps: int) -> ReplicaStatus:
     counts, load = member.counts, None
-    if member.report is not None:
-        said = member.report.load
+    if member.report is not None and member.load is not None:
+        said = member.load
         load = ReplicaLoad(
             num_running=said.num_running,
             num_waiting=said.num_waiting,
             queued_tokens=said.queued_tokens,
             kv_usage=member.report.kv_usage,
             max_num_seqs=said.max_num_seqs,
-            compute_s_per_token=said.compute_s_per_token,
+            compute_s_per_token=said.prompt_token_s,
         )
     found = {} if member.report is None else member.report.found_tokens
     return ReplicaStatus(

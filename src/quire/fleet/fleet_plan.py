@@ -1,4 +1,5 @@
-"""``FleetPlan``: what a fleet is made of, as Ray Serve's config file says it.
+"""``FleetPlan``: what a fleet is made of, as Ray Serve's config file says it; and
+``wanted_replicas``: how many replicas the work wants, by what each reports of itself.
 
 It needs no Ray: ``quire fleet --print-config`` writes the file on any machine. ``ray_serve`` makes
 deployments of it.
@@ -6,8 +7,9 @@ deployments of it.
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from math import ceil
 from typing import Any, Final
 
 from quire.config import EngineConfig, FleetConfig, ServerConfig
@@ -173,3 +175,22 @@ def _said(config: Any) -> dict[str, Any]:
             value = json.dumps(asdict(value))
         said[option.name] = list(value) if isinstance(value, tuple) else value
     return said
+
+
+# -- how many replicas -----------------------------------------------------------------------------
+
+BUSY: Final = "busy"  # sequences that run or wait, as a fraction of max_num_seqs
+QUEUED_S: Final = "queued_s"  # seconds to compute the prompts that wait
+BUSY_GOAL = 0.8
+QUEUED_GOAL_S = 1.0
+
+
+def wanted_replicas(reports: Mapping[str, Iterable[float]]) -> int:
+    """Return how many replicas would be busy as they should be.
+
+    ``reports`` has a number of each replica under ``BUSY`` and ``QUEUED_S``. A replica that has not
+    reported has nothing to do. With more sequences than places they wait although no prompt is
+    long; with long prompts a few sequences are a long queue: the larger of both numbers counts.
+    """
+    busy, queued_s = sum(reports.get(BUSY, ())), sum(reports.get(QUEUED_S, ()))
+    return max(1, ceil(busy / BUSY_GOAL - 1e-9), ceil(queued_s / QUEUED_GOAL_S - 1e-9))

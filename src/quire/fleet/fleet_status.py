@@ -13,7 +13,7 @@ class ReplicaLoad(msgspec.Struct, kw_only=True):
     queued_tokens: int
     kv_usage: float  # the share of the KV memory that sequences hold
     max_num_seqs: int
-    compute_s_per_token: float
+    compute_s_per_token: float  # where it has not measured that, what others have
 
 
 class ReplicaStatus(msgspec.Struct, kw_only=True):

@@ -29,6 +29,8 @@ from quire.kv.prefix_index import Medium
 Clock: TypeAlias = Callable[[], float]  # seconds
 Costs: TypeAlias = npt.NDArray[np.float64]
 
+_GUESSED_TOKEN_S: Final = 1e-4
+
 # -- what is told ----------------------------------------------------------------------------------
 
 
@@ -39,7 +41,7 @@ class Load:
     num_waiting: int = 0
     num_running: int = 0
     queued_tokens: int = 0  # of prompts, not computed yet
-    compute_s_per_token: float = 1e-4  # of a prompt
+    compute_s_per_token: float | None = None  # of a prompt; None: not known
     load_s_per_block: Mapping[Medium, float] = field(
         default_factory=dict
     )  # of a tier's; absent: not known
@@ -47,6 +49,12 @@ class Load:
     max_num_batched_tokens: int = 2048  # tokens of a step
     max_num_seqs: int = 256
     age_s: float = 0.0  # since it was measured
+
+    @property
+    def prompt_token_s(self) -> float:
+        """Return the seconds to compute a token of a prompt: a guess where they are not known."""
+        known = self.compute_s_per_token
+        return _GUESSED_TOKEN_S if known is None else known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +229,7 @@ class Loads:
         self._table[:, column] = (
             load.queued_tokens,
             load.num_waiting + load.num_running,
-            load.compute_s_per_token,
+            load.prompt_token_s,
             load.decode_s_per_step,
             load.max_num_batched_tokens,
             load.max_num_seqs,

@@ -42,20 +42,28 @@ class Detours:
         self.mean_s += _NEW_WEIGHT * (max(0.0, took_s - computing_s) - self.mean_s)
 
     def pays(
-        self, here: Placed, load: Load, there: Load, *, queued_tokens: int, block_size: int
+        self,
+        here: Placed,
+        load: Load,
+        there: Load,
+        *,
+        num_running: int,
+        queued_tokens: int,
+        block_size: int,
     ) -> bool:
         """Tell whether a prompt costs less if it is computed at a prefill replica first.
 
-        ``here``: where it is to go on, with ``load``; ``there``: the prefill replica's load, where
-        ``queued_tokens`` of prompts wait. Seconds of this prompt and of sequences that it delays
-        count alike: each that runs where a prompt is computed waits for it.
+        ``here``: where it is to go on, with ``load``, and ``num_running`` sequences run; ``there``:
+        the prefill replica's load, where ``queued_tokens`` of prompts wait. Seconds of this prompt
+        and of sequences that it delays count alike: each that runs where a prompt is computed waits
+        for it.
         """
         tokens = here.computed_tokens
-        computing_s = tokens * load.compute_s_per_token
-        default_s = _LOAD_FRACTION * block_size * load.compute_s_per_token
+        computing_s = tokens * load.prompt_token_s
+        default_s = _LOAD_FRACTION * block_size * load.prompt_token_s
         loading_s = ceil_div(tokens, block_size) * load.load_s_per_block.get("STORAGE", default_s)
-        apart_s = (queued_tokens + tokens) * there.compute_s_per_token + loading_s + self.mean_s
-        return (1 + load.num_running) * computing_s > apart_s
+        apart_s = (queued_tokens + tokens) * there.prompt_token_s + loading_s + self.mean_s
+        return (1 + num_running) * computing_s > apart_s
 
 
 def can_be_apart(request: Request) -> bool:

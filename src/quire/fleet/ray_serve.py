@@ -30,9 +30,19 @@ from quire.config import (
 )
 from quire.config.keys import is_loopback
 from quire.errors import ConfigError, QuireError, one_line
-from quire.fleet.fleet_plan import APP, DOOR, PREFILL, PREFILL_APP, REPLICA, STORE_S, FleetPlan
+from quire.fleet.fleet_plan import (
+    APP,
+    BUSY,
+    DOOR,
+    PREFILL,
+    PREFILL_APP,
+    QUEUED_S,
+    REPLICA,
+    STORE_S,
+    FleetPlan,
+    wanted_replicas,
+)
 from quire.fleet.prefill import PrefillPlaces
-from quire.fleet.scaling import BUSY, QUEUED_S, wanted_replicas
 
 RAY_VERSION: Final = "2.60"  # its routers are alpha: another minor version may differ
 _EXTRA = "pip install 'quire[fleet]'"
@@ -279,7 +289,7 @@ class ServedReplica:
         """Return how busy this replica is, for ``FollowWork``."""
         load = (await self._here().report()).load
         busy = (load.num_waiting + load.num_running) / load.max_num_seqs
-        return {BUSY: busy, QUEUED_S: load.queued_tokens * load.compute_s_per_token}
+        return {BUSY: busy, QUEUED_S: load.queued_tokens * load.prompt_token_s}
 
     def check_health(self) -> None:
         """Raise what has ended the engine, so that Serve puts another replica in its place.
