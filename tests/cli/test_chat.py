@@ -80,7 +80,7 @@ def test_a_question_comes_through_a_pipe_too(
     assert behaviour.asked[0][1]["model"] == "named"
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert quire(monkeypatch, "chat", "--url", url, "--model", "named") == 1
-    assert "--prompt is empty" in capsys.readouterr().err
+    assert "standard input is empty" in capsys.readouterr().err
 
 
 def test_a_conversation_is_kept_and_commands_change_it(

@@ -448,7 +448,8 @@ def chat(  # noqa: PLR0913 - each is a flag
     if prompt is not None or not sys.stdin.isatty():
         question = sys.stdin.read() if prompt in (None, "-") else prompt
         if not question or not question.strip():
-            raise ConfigError("--prompt is empty: give it a text")
+            given = "standard input" if prompt in (None, "-") else "--prompt"
+            raise ConfigError(f"{given} is empty: give it a text, or start the chat in a terminal")
     with ExitStack() as stack:
         if found is None:
             where = stack.enter_context(own_server(model))

@@ -236,7 +236,9 @@ def _answer(found: CapacityPlan, full: Saturation | None) -> str:
     """Say what fits and what it computes, in which precision, and what weights take in others."""
     subject, cell = found.subject, found.cell
     request = found.request
-    _, where = found.place.machine.hint
+    memory, where = found.place.machine.hint
+    if where == "--memory":
+        where = f"{format_bytes(memory)} of memory"
     each = f"{format_count(request.input_tokens)} + {format_count(request.output_tokens)} tokens"
     ranks = f"{found.num_ranks} × " if found.num_ranks > 1 else ""
     on = f"{ranks}{escape(where)} with {escape(cell.strategy)}"

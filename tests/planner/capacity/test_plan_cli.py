@@ -118,6 +118,16 @@ def test_what_does_not_fit_says_what_would(
     assert "--memory" in out
 
 
+def test_a_machine_of_a_size_is_called_by_its_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = quire(
+        monkeypatch, capsys, "Qwen3-4B", "--memory", "16GiB", "--max-model-len", "8192"
+    )
+    assert code == 0
+    assert "at once on 16.00 GiB of memory with paged" in " ".join(out.split())
+
+
 @pytest.mark.parametrize(("fit", "option"), [("length", "max_model_len"), ("sequences", None)])
 def test_fit_finds_and_plans_with_what_it_found(
     fit: str,

@@ -321,7 +321,7 @@ def _claim(case: _Case, total_bytes: int, source: str) -> _Offer:
 
 def _still_to_come(needs: Needs) -> tuple[Term, ...]:
     loaded = needs.counted_weights_bytes
-    source = f"{format_bytes(loaded)} more are among what is used" if loaded else "not counted yet"
+    source = f"{format_bytes(loaded)} more are among what is used" if loaded else "to be loaded"
     return (
         Term(label="weights", num_bytes=-needs.weights_to_come_bytes, source=source),
         *_besides(needs),

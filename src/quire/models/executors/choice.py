@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from quire.errors import UnsupportedModel
 from quire.kv.storage.entries import dequantize, quantize
+from quire.models.cache_argument import cache_argument
 from quire.models.executors.encoder_source import Encoded, Source, encode
 from quire.models.executors.hooks import PackedStep
 from quire.models.executors.image_features import PromptImages
@@ -195,13 +196,13 @@ class Trial:
             return self._expected_of_source(self.source)
         cache = RoundedCache(model.config, self._kept_as) if rounded else None
         device = self._loaded.device
-        given: dict[str, Tensor] = {}  # as in generate()
+        # As in generate().
+        given: dict[str, Any] = {cache_argument(model.forward): cache}
         if "position_ids" in inspect.signature(model.forward).parameters:
             given["position_ids"] = torch.arange(len(self.token_ids), device=device)[None]
         with torch.inference_mode():
             logits: Tensor = model(
                 input_ids=torch.tensor([self.token_ids], device=device),
-                past_key_values=cache,
                 use_cache=rounded,
                 **given,
             ).logits[0]
@@ -255,10 +256,11 @@ class ImageTrial(Trial):
         given = {n: x.to(model.dtype) if x.is_floating_point() else x for n, x in given.items()}
         # What it would keep of these positions for a text that goes on.
         shift = getattr(model.base_model, "rope_deltas", None)
+        cache = RoundedCache(model.config, self._kept_as) if rounded else None
         with torch.inference_mode():
             logits: Tensor = model(
                 input_ids=ids.to(self._loaded.device),
-                past_key_values=RoundedCache(model.config, self._kept_as) if rounded else None,
+                **{cache_argument(model.forward): cache},
                 use_cache=rounded,
                 **{name: each for name, each in given.items() if name in taken},
             ).logits[0]

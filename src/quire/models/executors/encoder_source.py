@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from quire.kv import Accounting, Storage
 from quire.kv.interface import place_of
+from quire.models.cache_argument import cache_argument
 from quire.spec import CrossAttention
 
 
@@ -71,7 +72,7 @@ def forward(
     logits: Tensor = model(
         encoder_outputs=Encoded(last_hidden_state=_encoded(model, kept)),
         decoder_input_ids=token_ids[None],
-        past_key_values=text,
+        **{cache_argument(model.forward): text},
         use_cache=True,
     ).logits[0]
     return logits

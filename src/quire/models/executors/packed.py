@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from quire.errors import UnsupportedModel
+from quire.models.cache_argument import cache_argument
 from quire.models.executors.hooks import (
     ATTENTION_NAME,
     EngineCache,
@@ -44,6 +45,7 @@ class PackedModel:
         self._stand_ins = stand_ins
         self._watch = watch or ModelWatch(model)
         self._gathers = gathers
+        self._cache_name = cache_argument(model.forward)
         self._latents = LatentLayers(model, {} if gathers or latents is None else latents)
         for layer, why in self._latents.refused.items():
             raise UnsupportedModel(f"layer {layer} keeps latents that cannot be absorbed: {why}")
@@ -93,12 +95,14 @@ class PackedModel:
         ):
             step.absorbed = absorbed
             step.gathered = self._gathered(step, absorbed)
-            given: dict[str, Any] = {"position_ids": positions[None]}
+            given: dict[str, Any] = {
+                "position_ids": positions[None],
+                self._cache_name: EngineCache(step, positions),
+            }
             if step.images is not None:
                 given |= step.images.of_step()
             logits: Tensor = self._model(
                 input_ids=token_ids[None],
-                past_key_values=EngineCache(step, positions),
                 use_cache=True,
                 logits_to_keep=logits_at,
                 quire_step=step,

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from quire.attention.gather import read_sequence
+from quire.models.cache_argument import cache_argument
 from quire.models.dummy_layer import UnkeptLayer
 from quire.models.executors.encoder_source import EncoderSourceLayer, forward
 from quire.models.executors.hooks import PackedStep, hearing_hidden
@@ -40,6 +41,7 @@ class PerSequenceModel:
         self._model = model
         self._stand_ins = stand_ins
         self._watch = watch or ModelWatch(model)
+        self._cache_name = cache_argument(model.forward)
         self._takes = inspect.signature(model.forward).parameters.keys()
 
     def forward(
@@ -79,7 +81,7 @@ class PerSequenceModel:
             )
             both = EncoderDecoderCache(cache, source)
             return forward(self._model, kept, both, token_ids)[wanted]
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {self._cache_name: cache}
         if "position_ids" in self._takes:
             given["position_ids"] = positions[None]
         if step.images is not None:
@@ -90,7 +92,6 @@ class PerSequenceModel:
         with step.in_states(number), hearing_hidden(self._model, step):
             logits: Tensor = self._model(
                 input_ids=token_ids[None],
-                past_key_values=cache,
                 use_cache=True,
                 **given,
             ).logits[0]

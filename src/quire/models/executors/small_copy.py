@@ -11,7 +11,6 @@ alike, so that a spec that does not say what the model does goes on not to.
 """
 
 import copy
-import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import Literal
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from quire.models.cache_argument import cache_argument
 from quire.models.loader import LoadedModel
 from quire.spec import ChunkedAttention, FullAttention, LayerSpec, ModelSpec, SlidingWindow
 from quire.units import ceil_div
@@ -236,11 +236,7 @@ def _require_whole(model: PreTrainedModel, num_layers: int) -> None:
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         whole = model(input_ids=ids, use_cache=False).logits
-        name = (
-            "cache_params"
-            if "cache_params" in inspect.signature(model.forward).parameters
-            else "past_key_values"
-        )
+        name = cache_argument(model.forward)
         parts = [
             model(input_ids=part, use_cache=True, **{name: cache}).logits
             for part in (ids[:, :begun], ids[:, begun:])

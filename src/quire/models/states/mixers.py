@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 )
 
 from quire.layers.watch import Place
+from quire.models.cache_argument import named_cache
 from quire.models.dummy_layer import UnkeptLayer
 
 # -- attributes ------------------------------------------------------------------------------------
@@ -115,7 +116,6 @@ Forward: TypeAlias = Callable[..., Output]
 _CALLS = frozenset(
     ("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state")
 )
-_CACHE_NAMES = ("cache_params", "past_key_values")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ def find_mixers(model: PreTrainedModel) -> list[Mixer]:
             continue
         signature = inspect.signature(module.forward)
         names = list(signature.parameters)
-        cache_name = next((name for name in _CACHE_NAMES if name in names), None)
+        cache_name = named_cache(names)
         if attributes or cache_name is not None:
             mixers.append(
                 Mixer(
