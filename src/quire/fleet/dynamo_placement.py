@@ -205,9 +205,16 @@ class DynamoPlacement:
         loop, thread = self._loop, self._thread
         if loop is None or thread is None or not thread.is_alive():
             return
+        asyncio.run_coroutine_threadsafe(self._finish(), loop)
+        await asyncio.to_thread(thread.join, 2 * _JOIN_S)
+
+    async def _finish(self) -> None:
+        """End Dynamo's service once the calls that were begun are over, or take too long."""
+        begun = asyncio.all_tasks() - {asyncio.current_task()}
+        if begun:
+            await asyncio.wait(begun, timeout=_JOIN_S)
         self._service.shutdown()
-        loop.call_soon_threadsafe(loop.stop)
-        await asyncio.to_thread(thread.join, _JOIN_S)
+        asyncio.get_running_loop().stop()
 
     # -- the loop --------------------------------------------------------------------------------
 
