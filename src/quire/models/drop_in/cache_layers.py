@@ -372,18 +372,14 @@ class LayerStates:
             )
 
 
-class _RecurrentLayer(LinearAttentionLayer):
-    """Transformers' own layer, which is looked for by type, in memory that comes with tokens."""
-
-    is_compileable = False  # of the class: from Transformers 5.24 on it cannot be set
-
-
 def recurrent_layer(
     owner: Owner, layer: int, spec: RecurrentState, number_of_states: int
 ) -> LayerStates:
-    """Make a layer that keeps a state."""
-    own = _RecurrentLayer(number_of_states=number_of_states)
+    """Make a layer that keeps a state: of Transformers' own class, which is looked for by type."""
+    own = LinearAttentionLayer(number_of_states=number_of_states)
     states = LayerStates(owner, layer, spec, own)
+    if not isinstance(getattr(LinearAttentionLayer, "is_compileable", None), property):
+        own.is_compileable = False  # from Transformers 5.24 on the class says it, for all
     own.lazy_initialization = states.tensors_for
     return states
 
