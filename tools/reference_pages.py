@@ -444,6 +444,13 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("tokens in `logit_bias`", "server/request_params.py", "MAX_BIASES"),
     ("parts of a form", "server/wire/form.py", "_MOST_PARTS"),
     ("bytes of a request's first line", "server/connections.py", "_MOST_LINE_BYTES"),
+    ("images of a request", "server/pictures.py", "MOST_PICTURES"),
+    ("pixels of all images of a request", "server/pictures.py", "MOST_PIXELS"),
+    (
+        "… of all requests under way",
+        "server/admission_control.py",
+        "MOST_PIXELS_UNDER_WAY",
+    ),
     ("seconds of a recording", "server/audio.py", "MOST_SECONDS"),
     ("channels of a recording", "server/audio.py", "_MOST_CHANNELS"),
     ("sequences that the memory page lists", "server/dashboard/snapshot.py", "_MOST_SEQUENCES"),
