@@ -4,8 +4,8 @@
 
 A page's prose is written by hand. Between ``<!-- begin NAME: … -->`` and ``<!-- end NAME -->`` it
 has what this program makes: options, environment variables, commands, vLLM's flags, parsers,
-metrics, limits and versions. ``--check`` names the pages that are stale; without either,
-the parts are printed.
+metrics, limits, versions, the planner's models and devices. ``--check`` names the pages that are
+stale; without either, the parts are printed.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import difflib
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from functools import partial
 from itertools import chain
@@ -39,6 +39,7 @@ from quire.config import (
     SpeculativeConfig,
 )
 from quire.config.kv_transfer import TransferExtras
+from quire.units import format_bytes, format_count
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -47,10 +48,13 @@ COMMAND = "python tools/reference_pages.py --write"
 # -- tables in Markdown ----------------------------------------------------------------------------
 
 
-def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table; a cell's text may have any character."""
+def table(
+    heads: Iterable[str], rows: Iterable[Iterable[str]], *, figures: Container[int] = ()
+) -> str:
+    """Return a table; a cell's text may have any character. ``figures``: columns of numbers."""
     heads = list(heads)
-    lines = [heads, ["---"] * len(heads), *rows]
+    rule = ["---:" if column in figures else "---" for column in range(len(heads))]
+    lines = [heads, rule, *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
@@ -519,6 +523,79 @@ def versions() -> str:
     return table(["package", "asked for", "tests are run with"], rows)
 
 
+# -- the planner -----------------------------------------------------------------------------------
+
+
+def published_sources() -> list[tuple[str, str]]:
+    """Return where the models' figures were read, and when, in the order of the models."""
+    from quire.planner.subject import published_models
+
+    return list(dict.fromkeys((each.source, each.read_on) for each in published_models().models))
+
+
+def models() -> str:
+    """Return the published models that the planner knows."""
+    from quire.planner.subject import find_subject, published_models
+
+    sources = published_sources()
+    rows = []
+    for model in published_models().models:
+        subject = find_subject(model.name)
+        rows.append(
+            [
+                code(model.name),
+                f"{subject.num_parameters / 1e9:,.2f}",
+                f"{format_bytes(subject.own.weights_bytes)}, {subject.precision.name}",
+                str(subject.spec.num_layers),
+                format_count(subject.spec.max_model_len),
+                format_count(subject.spec.bytes_per_token),
+                str(1 + sources.index((model.source, model.read_on))),
+            ]
+        )
+    heads = [
+        "model",
+        "billions",
+        "weights, as published",
+        "layers",
+        "context",
+        "bytes a token",
+        "from",
+    ]
+    return table(heads, rows, figures=range(1, len(heads)))
+
+
+def places() -> str:
+    """Return the list that the table of models counts its sources by."""
+    found = enumerate(published_sources(), 1)
+    return "".join(f"{number}. read on {on}: {where}\n" for number, (where, on) in found)
+
+
+def devices() -> str:
+    """Return the devices that a plan may be for."""
+    from quire.planner.hardware import DEVICES
+
+    rows = [
+        [code(key), each.name, format_bytes(each.total_bytes), each.source]
+        for key, each in DEVICES.items()
+    ]
+    return table(["`--device`", "name", "memory used in plans", "source"], rows, figures={2})
+
+
+def speeds() -> str:
+    """Return the speeds of devices, but Apple's, that the simulator computes with."""
+    from quire.planner.hardware import SPEEDS
+
+    rows = []
+    for key, speed in SPEEDS.items():
+        if key.startswith("apple-"):
+            continue
+        tera = [speed.flops_in(bits) / 1e12 for bits in (16, 8, 4)]
+        giga = [speed.bytes_per_s / 1e9, speed.link_bytes_per_s / 1e9, speed.host_bytes_per_s / 1e9]
+        rows.append([code(key), *(f"{x:,.0f}" for x in (*tera, *giga))])
+    heads = ["device", "Tflop/s in 16 bits", "8", "4", "GB/s", "to other devices", "to the host"]
+    return table(heads, rows, figures=range(1, len(heads)))
+
+
 # -- pages -----------------------------------------------------------------------------------------
 
 PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = MappingProxyType(
@@ -540,6 +617,8 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = MappingProxyType(
         },
         "reference/limits.md": {"numbers": numbers},
         "reference/platforms.md": {"versions": versions},
+        "reference/planning.md": {"models": models, "places": places, "devices": devices},
+        "concepts/simulator.md": {"speeds": speeds},
     }
 )
 
