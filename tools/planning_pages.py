@@ -18,7 +18,7 @@ from pathlib import Path
 from quire.config import EngineConfig
 from quire.planner.hardware import DEVICES, SPEEDS, roofline
 from quire.planner.simulation.simulated_engine import prices_of
-from quire.planner.subject import find_subject, published_models
+from quire.planner.subject import find_subject, published_models, subject_of
 from quire.units import format_bytes, format_count
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -83,14 +83,14 @@ def _shown(command: str) -> str:
 
 def reference(text: str) -> str:
     """Return the reference with its tables of models, places and devices."""
-    models = published_models().models
-    sources = list(dict.fromkeys((model.source, model.read_on) for model in models))
+    models = published_models()
+    sources = models.sources
     rows = [
         "| model | billions | weights, as published | layers | context | bytes a token | from |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for model in models:
-        subject = find_subject(model.name)
+    for model in models.models:
+        subject = subject_of(model.name, model.config)
         rows.append(
             f"| `{model.name}` | {subject.num_parameters / 1e9:,.2f} | "
             f"{format_bytes(subject.own.weights_bytes)}, {subject.precision.name} | "

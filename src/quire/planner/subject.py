@@ -58,6 +58,11 @@ class PublishedModels:
 
     models: tuple[Published, ...]
 
+    @property
+    def sources(self) -> list[tuple[str, str]]:
+        """List the pages and when each was read, in the order of the first model of each."""
+        return list(dict.fromkeys((model.source, model.read_on) for model in self.models))
+
     def find(self, name: str) -> Published | None:
         """Find a model by its name, in any case, with or without its organisation.
 
