@@ -73,9 +73,9 @@ class Stored:
 
     def bytes_in(self, item_bytes: int | None) -> int:
         """Return its bytes when loaded; if given, ``item_bytes`` replaces 16 bits and more."""
-        own = _BYTES.get(self.dtype, 1)
-        kept = item_bytes is None or self.dtype not in _FLOATS
-        return prod(self.shape) * (own if kept or item_bytes is None else item_bytes)
+        if item_bytes is None or self.dtype not in _FLOATS:
+            item_bytes = _BYTES.get(self.dtype, 1)
+        return self.num_items * item_bytes
 
 
 def stored_tensors(folder: Path) -> Mapping[str, Stored] | None:
