@@ -526,21 +526,14 @@ def versions() -> str:
 # -- the planner -----------------------------------------------------------------------------------
 
 
-def published_sources() -> list[tuple[str, str]]:
-    """Return where the models' figures were read, and when, in the order of the models."""
-    from quire.planner.subject import published_models
-
-    return list(dict.fromkeys((each.source, each.read_on) for each in published_models().models))
-
-
 def models() -> str:
     """Return the published models that the planner knows."""
-    from quire.planner.subject import find_subject, published_models
+    from quire.planner.subject import published_models, subject_of
 
-    sources = published_sources()
+    published = published_models()
     rows = []
-    for model in published_models().models:
-        subject = find_subject(model.name)
+    for model in published.models:
+        subject = subject_of(model.name, model.config)
         rows.append(
             [
                 code(model.name),
@@ -549,7 +542,7 @@ def models() -> str:
                 str(subject.spec.num_layers),
                 format_count(subject.spec.max_model_len),
                 format_count(subject.spec.bytes_per_token),
-                str(1 + sources.index((model.source, model.read_on))),
+                str(1 + published.sources.index((model.source, model.read_on))),
             ]
         )
     heads = [
@@ -566,7 +559,9 @@ def models() -> str:
 
 def places() -> str:
     """Return the list that the table of models counts its sources by."""
-    found = enumerate(published_sources(), 1)
+    from quire.planner.subject import published_models
+
+    found = enumerate(published_models().sources, 1)
     return "".join(f"{number}. read on {on}: {where}\n" for number, (where, on) in found)
 
 

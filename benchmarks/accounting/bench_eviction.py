@@ -23,7 +23,7 @@ from benchmarks.accounting.prefix_traces import (
     mooncake,
 )
 from benchmarks.accounting.replay import OnRequest, Replay, infinite, optimum, prompts, replay
-from benchmarks.harness.report import Output, Run, Table, WithClaims
+from benchmarks.harness.report import Output, Run, Table, WithClaims, skip_without_traces
 from quire.kv import DEFAULT_POLICY, EVICTION_POLICIES
 from quire.planner.hit_rates.optimum import Optimum
 from quire.units import format_seconds
@@ -203,9 +203,7 @@ def main(
     prompt tokens, and requests are instantaneous.
     """
     if traces is None:
-        if with_claims or output:
-            raise typer.BadParameter("nothing to claim or to write without --traces FOLDER")
-        print("SKIPPED: nothing is measured without --traces FOLDER; prefix_traces.py names them.")
+        skip_without_traces(with_claims, output, "; prefix_traces.py names them")
         return
     run = Run("accounting.bench_eviction", width=180)
     names = list(dict.fromkeys([LRU, *_known(policies)]))

@@ -15,16 +15,15 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.harness.report import Output, Run, Table, WithClaims
+from benchmarks.accounting.prefix_traces import BLOCK_TOKENS, MOONCAKE
+from benchmarks.harness.report import Output, Run, Table, WithClaims, skip_without_traces
 from quire.planner.hit_rates import Prompts, prompts_of
 from quire.planner.hit_rates.optimum import Optimum
 from quire.planner.hit_rates.policy_replay import PolicyReplay
 from quire.planner.hit_rates.stack_distances import lru_hits
 from quire.traces import TraceRequest, open_trace
 
-MOONCAKE = "mooncake_conversation.jsonl"
 KV_TESTER = "kv-cache-tester.tar.zst"
-BLOCK_TOKENS = 512
 MILLION = 10**6
 NUM_SIZES, FROM_TOKENS, TO_TOKENS = 24, MILLION // 2, 64 * MILLION
 WRONG = (0.0, 0.2, 0.33)  # shares of the hints
@@ -165,9 +164,7 @@ def main(
 ) -> None:
     """Hit rates of the default eviction policy at 24 sizes, beside LRU and the optimum."""
     if traces is None:
-        if with_claims or output:
-            raise typer.BadParameter("nothing to claim or to write without --traces FOLDER")
-        print("SKIPPED: nothing is measured without --traces FOLDER.")
+        skip_without_traces(with_claims, output)
         return
     run = Run("accounting.bench_orders", width=150)
     every, notes = dict[str, list[Found]](), list[str]()

@@ -25,6 +25,13 @@ Output: TypeAlias = Annotated[
 ]
 
 
+def skip_without_traces(with_claims: bool, output: Path | None, hint: str = "") -> None:
+    """Say that nothing is measured. Raises: typer.BadParameter if results are asked for."""
+    if with_claims or output:
+        raise typer.BadParameter("nothing to claim or to write without --traces FOLDER")
+    print(f"SKIPPED: nothing is measured without --traces FOLDER{hint}.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     title: str

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.harness.report import Output, Run, Table, WithClaims
+from benchmarks.harness.report import Output, Run, Table, WithClaims, skip_without_traces
 from benchmarks.memory.utilization.demo import CAPACITY_BYTES, DEMO_SYSTEMS, DIVISOR, DemoRun, run
 from benchmarks.memory.utilization.lengths import Lengths, TraceUnavailable, azure
 from benchmarks.memory.utilization.replay import (
@@ -221,11 +221,7 @@ def main(
     ends, *internal* never. *External* is free and of no use, because it lies in pieces.
     """
     if traces is None:
-        if with_claims or output:
-            raise typer.BadParameter("nothing to claim or to write without --traces FOLDER")
-        print(
-            "SKIPPED: nothing is measured without --traces FOLDER; utilization/lengths.py names it."
-        )
+        skip_without_traces(with_claims, output, "; utilization/lengths.py names it")
         return
     try:
         requests = azure(traces)

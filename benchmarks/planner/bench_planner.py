@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness.peers import PeerUnavailable
-from benchmarks.harness.report import Output, Run, Table, WithClaims
+from benchmarks.harness.report import Output, Run, Table, WithClaims, skip_without_traces
 from benchmarks.planner import hit_rates, speed
 from quire.errors import QuireError
 
@@ -41,9 +41,7 @@ def main(
     Times are whole processes', in turn; beside them two runs of ours that show the noise.
     """
     if traces is None:
-        if with_claims or output:
-            raise typer.BadParameter("nothing to claim or to write without --traces FOLDER")
-        print("SKIPPED: nothing is measured without --traces FOLDER.")
+        skip_without_traces(with_claims, output)
         return
     if only and only not in PARTS:
         raise typer.BadParameter(f"--only {only}: there is {', '.join(PARTS)}")

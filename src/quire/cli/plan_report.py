@@ -20,7 +20,7 @@ from quire.planner.planned_tiers import PlannedTier, pays_from
 from quire.planner.precision import named
 from quire.planner.saturation import Saturation
 from quire.planner.subject import PublishedModels as Models
-from quire.planner.subject import find_subject
+from quire.planner.subject import subject_of
 from quire.spec import (
     ChunkedAttention,
     CrossAttention,
@@ -151,9 +151,9 @@ def print_table_of_models(models: Models, *, as_json: bool) -> None:
         "",
     )
     table.columns[0].no_wrap = True
-    sources = list(dict.fromkeys((model.source, model.read_on) for model in models.models))
+    sources = models.sources
     for model in models.models:
-        subject = find_subject(model.name)
+        subject = subject_of(model.name, model.config)
         table.add_row(
             model.name,
             f"{subject.num_parameters / 1e9:,.2f}",

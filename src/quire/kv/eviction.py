@@ -270,9 +270,9 @@ class Recency:
                 last = np.maximum.accumulate(last)
         self._before[blocks] = last
         if self._trials is not None:
-            sampled = prints[(prints & self._trials.mask == 0).nonzero()[0]]
+            sampled = self._trials.sampled(prints)
             num_hits = len(blocks) - len(fresh)
-            order = self._trials.watch(sampled[::-1].tolist(), last, num_hits, now)
+            order = self._trials.watch(sampled, last, num_hits, now)
             if order is not self._order:
                 self._order = order
                 self._reorder()
@@ -284,9 +284,7 @@ class Recency:
         if self._ends is None:
             self._ends = _Ends(self._last != NEVER)
         ended = self._ends.end(blocks)
-        prints = self._prints_of(ended)
-        sampled = prints[(prints & self._trials.mask == 0).nonzero()[0]]
-        self._trials.end(sampled[::-1].tolist())
+        self._trials.end(self._trials.sampled(self._prints_of(ended)))
 
     def free(self, blocks: Ids) -> None:
         past = self._before if self._order is Order.LAST_BUT_ONE else self._last

@@ -67,7 +67,7 @@ class OrderTrials:
 
     def __init__(self, num_blocks: int, *, tick: int, gap: int) -> None:
         one_in, self._size = sample_of(num_blocks)
-        self.mask = one_in - 1  # fingerprints with none of these bits are the sample
+        self._mask = one_in - 1  # fingerprints with none of these bits are the sample
         by_last = ByLast(self._size)
         self._by_last = by_last
         # By order. Those of ended conversations are there from the first that is said to end.
@@ -86,6 +86,12 @@ class OrderTrials:
         self._prompts = [_PROMPTS] * len(Order)  # which each may owe
         self.seat: Order = Order.LAST
         self._tried: Order = Order.LAST
+
+    def sampled(self, prints: npt.NDArray[np.uint32]) -> list[int]:
+        """List those of fingerprints (u32[n], deepest first) in the sample, shallowest first."""
+        found = prints[(prints & self._mask == 0).nonzero()[0]]
+        listed: list[int] = found[::-1].tolist()
+        return listed
 
     def watch(self, prints: list[int], last_uses: LastUses, num_hits: int, now: int) -> Order:
         """Note that a sequence has used blocks. Returns: the order that has the seat from now on.

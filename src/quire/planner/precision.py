@@ -81,9 +81,11 @@ def precision_of(config: Mapping[str, Any]) -> Precision | None:
     and ``unread_method`` names it.
     """
     said = _section(config)
-    read = _METHODS.get(str(said.get("quant_method", "")).lower()) if said else None
-    found = read(said) if read is not None and said else None
-    if found is None or said is None:
+    if said is None:
+        return None
+    read = _METHODS.get(str(said.get("quant_method", "")).lower())
+    found = None if read is None else read(said)
+    if found is None:
         return None
     excluded = list(_excluded(said))
     return replace(

@@ -21,14 +21,15 @@ from quire.planner.parameters import (
     parameters_of,
     passed_elements,
     shapes_of,
+    widest_rows,
 )
 from quire.planner.precision import NAMED, Precision, named, precision_of, uncoded, unread_method
 from quire.planner.weights import (
     Stored,
-    estimated_footprint,
     footprint_of,
     parts_of,
     stored_tensors,
+    widest_stored,
 )
 from quire.spec import ModelSpec
 from quire.spec.config_json import load, text_section
@@ -57,6 +58,11 @@ class PublishedModels:
     """The table."""
 
     models: tuple[Published, ...]
+
+    @property
+    def sources(self) -> list[tuple[str, str]]:
+        """List the pages and when each was read, in the order of the first model of each."""
+        return list(dict.fromkeys((model.source, model.read_on) for model in self.models))
 
     def find(self, name: str) -> Published | None:
         """Find a model by its name, in any case, with or without its organisation.
@@ -234,7 +240,7 @@ def _of_tensors(
         name=name,
         spec=spec,
         dtype=computing,
-        own=footprint_of(weights, tensors, shapes, item_bytes),
+        own=footprint_of(weights, shapes, widest_stored(tensors, shapes), item_bytes),
         source=source,
         weights_source=weights_source,
         # Codes are packed, several to an item.
@@ -263,7 +269,7 @@ def _of_config(
         name=name,
         spec=spec,
         dtype=computing,
-        own=estimated_footprint(weights, config, spec, source, item_bytes),
+        own=footprint_of(weights, shapes, widest_rows(config, spec, source), item_bytes),
         source=source,
         weights_source=f"estimate from its config.json, {_kept_as(config, precision, parameters)}",
         parameters=parameters,

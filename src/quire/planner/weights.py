@@ -15,26 +15,22 @@ from typing import Any
 
 from quire.errors import ModelNotLoadable
 from quire.memory.budget import Footprint
-from quire.planner.parameters import Shapes, WeightParts, shapes_of, widest_rows
-from quire.spec import ModelSpec
+from quire.planner.parameters import Shapes, WeightParts
 from quire.spec.model_files import safetensors_files
 
-# -- an estimate -----------------------------------------------------------------------------------
 
-
-def estimated_footprint(
-    weights: WeightParts, config: Mapping[str, Any], spec: ModelSpec, source: str, item_bytes: int
+def footprint_of(
+    weights: WeightParts, shapes: Shapes, widest_rows: int, item_bytes: int
 ) -> Footprint:
     """Make the footprint of weights of these bytes; activations take ``item_bytes``.
 
-    Raises: ConfigError.
+    ``widest_rows``: the most outputs that a token has in one product.
     """
-    shapes = shapes_of(config, spec, source)
     return Footprint(
         weights_bytes=weights.total,
         counted_bytes=0,
         hidden_size=shapes.hidden_size,
-        widest_rows=widest_rows(config, spec, source),
+        widest_rows=widest_rows,
         vocab_size=shapes.vocab_size,
         item_bytes=item_bytes,
     )
@@ -73,9 +69,9 @@ class Stored:
 
     def bytes_in(self, item_bytes: int | None) -> int:
         """Return its bytes when loaded; if given, ``item_bytes`` replaces 16 bits and more."""
-        own = _BYTES.get(self.dtype, 1)
-        kept = item_bytes is None or self.dtype not in _FLOATS
-        return prod(self.shape) * (own if kept or item_bytes is None else item_bytes)
+        if item_bytes is None or self.dtype not in _FLOATS:
+            item_bytes = _BYTES.get(self.dtype, 1)
+        return self.num_items * item_bytes
 
 
 def stored_tensors(folder: Path) -> Mapping[str, Stored] | None:
@@ -115,19 +111,10 @@ def parsed(header: Mapping[str, Any]) -> dict[str, Stored]:
     }
 
 
-def footprint_of(
-    weights: WeightParts, tensors: Mapping[str, Stored], shapes: Shapes, item_bytes: int
-) -> Footprint:
-    """Make the footprint of weights of these bytes; the widest product is read from the headers."""
-    loaded = {name: t for name, t in tensors.items() if not _is_left_out(name, shapes)}
-    return Footprint(
-        weights_bytes=weights.total,
-        counted_bytes=0,
-        hidden_size=shapes.hidden_size,
-        widest_rows=max((_rows(name, t, shapes) for name, t in loaded.items()), default=0),
-        vocab_size=shapes.vocab_size,
-        item_bytes=item_bytes,
-    )
+def widest_stored(tensors: Mapping[str, Stored], shapes: Shapes) -> int:
+    """Return the most outputs that a token has in one product, by a file's tensors."""
+    loaded = (named for named in tensors.items() if not _is_left_out(named[0], shapes))
+    return max((_rows(name, tensor, shapes) for name, tensor in loaded), default=0)
 
 
 def parts_of(

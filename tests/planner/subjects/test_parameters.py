@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quire.models.footprint import footprint
-from quire.planner.parameters import parameters_of
+from quire.planner.parameters import parameters_of, shapes_of, widest_rows
 from quire.planner.precision import uncoded
 from quire.planner.subject import published_models
-from quire.planner.weights import estimated_footprint
+from quire.planner.weights import footprint_of
 from quire.spec import ModelSpec
 from tiny import CONFIGS, tiny_model
 
@@ -24,7 +24,9 @@ def test_the_estimate_is_near_the_model_and_its_activations_are_exact(name: str)
     counted = parameters_of(config, spec, "config.json")
     assert counted.total == sum(weight.numel() for weight in set(model.parameters()))
     weights = uncoded("float32", 4).bytes_of(counted, 4)
-    estimate = estimated_footprint(weights, config, spec, "config.json", 4)
+    shapes = shapes_of(config, spec, "config.json")
+    widest = widest_rows(config, spec, "config.json")
+    estimate = footprint_of(weights, shapes, widest, 4)
     assert estimate.activation_bytes(512, 4) == own.activation_bytes(512, 4)
 
 
