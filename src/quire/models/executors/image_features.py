@@ -208,11 +208,8 @@ class ImageEncoder:
 
         Raises: ValueError for an image whose features are not as many as its tokens.
         """
-        pairs = [*zip(chunks, images, strict=True)]
-        if not any(own is not None and start < own.end for (start, _), own in pairs):
-            return None
         with torch.inference_mode():
-            return self._of_step(pairs, token_ids, positions)
+            return self._of_step([*zip(chunks, images, strict=True)], token_ids, positions)
 
     def close(self) -> None:
         """Drop the features, and the model."""
