@@ -71,8 +71,8 @@ _TEXT: dict[str, Any] = dict(
     bos_token_id=1,
     eos_token_id=2,
     pad_token_id=0,
+    head_dim=16,
 )
-_HEADS: dict[str, Any] = dict(head_dim=16)
 _SIGHT: dict[str, Any] = dict(
     hidden_size=32,
     intermediate_size=48,
@@ -83,6 +83,7 @@ _SIGHT: dict[str, Any] = dict(
 )
 _PIXELS = {"height": 28, "width": 28}
 _CROP: dict[str, Any] = dict(size={"shortest_edge": 28}, crop_size=_PIXELS)
+_TILES: dict[str, Any] = dict(image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]])
 
 
 @once
@@ -147,58 +148,50 @@ class PlainProcessor:
         return {"input_ids": ids, "mm_token_type_ids": types, **given}
 
 
-def _llava() -> tuple[Any, Any]:
-    config = LlavaConfig(
+def _llava_kind(
+    config_class: Any, processor_class: Any, picture_class: Any, **tiles: Any
+) -> tuple[Any, Any]:
+    config = config_class(
         vision_config=CLIPVisionConfig(**_SIGHT),
-        text_config=LlamaConfig(**_TEXT, **_HEADS),
+        text_config=LlamaConfig(**_TEXT),
         image_token_index=_id("<image>"),
         vision_feature_layer=-1,
+        **tiles,
     )
-    return config, LlavaProcessor(
-        CLIPImageProcessorPil(**_CROP),
+    return config, processor_class(
+        picture_class(**_CROP, **tiles),
         _tokenizer(),
         patch_size=14,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )
+
+
+def _llava() -> tuple[Any, Any]:
+    return _llava_kind(LlavaConfig, LlavaProcessor, CLIPImageProcessorPil)
 
 
 def _llava_next() -> tuple[Any, Any]:
-    pinpoints = [[28, 56], [56, 28], [56, 56]]
-    config = LlavaNextConfig(
-        vision_config=CLIPVisionConfig(**_SIGHT),
-        text_config=LlamaConfig(**_TEXT, **_HEADS),
-        image_token_index=_id("<image>"),
-        vision_feature_layer=-1,
-        image_grid_pinpoints=pinpoints,
-    )
-    return config, LlavaNextProcessor(
-        LlavaNextImageProcessorPil(**_CROP, image_grid_pinpoints=pinpoints),
-        _tokenizer(),
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
+    return _llava_kind(LlavaNextConfig, LlavaNextProcessor, LlavaNextImageProcessorPil, **_TILES)
 
 
 def _onevision() -> tuple[Any, Any]:
-    pinpoints = [[28, 56], [56, 28], [56, 56]]
     config = LlavaOnevisionConfig(
         vision_config=SiglipVisionConfig(**_SIGHT),
-        text_config=LlamaConfig(**_TEXT, **_HEADS),
+        text_config=LlamaConfig(**_TEXT),
         image_token_index=_id("<image>"),
         video_token_index=_id("<video>"),
         vision_feature_layer=-1,
-        image_grid_pinpoints=pinpoints,
+        **_TILES,
     )
-    pictures = LlavaOnevisionImageProcessorPil(size=_PIXELS, image_grid_pinpoints=pinpoints)
+    pictures = LlavaOnevisionImageProcessorPil(size=_PIXELS, **_TILES)
     return config, PlainProcessor(pictures, "<image>")
 
 
 def _idefics3() -> tuple[Any, Any]:
     config = Idefics3Config(
         vision_config=dict(_SIGHT),
-        text_config=LlamaConfig(**_TEXT, **_HEADS),
+        text_config=LlamaConfig(**_TEXT),
         image_token_id=_id("<image>"),
         scale_factor=2,
     )
@@ -212,7 +205,7 @@ def _idefics3() -> tuple[Any, Any]:
 def _mistral3() -> tuple[Any, Any]:
     config = Mistral3Config(
         vision_config=PixtralVisionConfig(**{**_SIGHT, "image_size": 112}, head_dim=16),
-        text_config=MistralConfig(**_TEXT, **_HEADS, sliding_window=None),
+        text_config=MistralConfig(**_TEXT, sliding_window=None),
         image_token_index=_id("[IMG]"),
         vision_feature_layer=-1,
     )
@@ -224,7 +217,7 @@ def _internvl() -> tuple[Any, Any]:
     sight = {**_SIGHT, "image_size": [56, 56], "patch_size": [14, 14]}
     config = InternVLConfig(
         vision_config=InternVLVisionConfig(**sight),
-        text_config=LlamaConfig(**_TEXT, **_HEADS),
+        text_config=LlamaConfig(**_TEXT),
         image_token_id=_id("<IMG_CONTEXT>"),
         image_seq_length=1,
     )
@@ -238,7 +231,6 @@ def _gemma3() -> tuple[Any, Any]:
         vision_config=SiglipVisionConfig(**{**_SIGHT, "image_size": 56}),
         text_config=Gemma3TextConfig(
             **_TEXT,
-            **_HEADS,
             query_pre_attn_scalar=16,
             sliding_window=9,
             layer_types=["sliding_attention", "full_attention"],
@@ -255,7 +247,7 @@ def _gemma3() -> tuple[Any, Any]:
 def _paligemma() -> tuple[Any, Any]:
     config = PaliGemmaConfig(
         vision_config=SiglipVisionConfig(**_SIGHT, projection_dim=64),
-        text_config=GemmaConfig(**_TEXT, **_HEADS),
+        text_config=GemmaConfig(**_TEXT),
         image_token_index=_id("<image>"),
         projection_dim=64,
     )
@@ -269,7 +261,6 @@ def _qwen(config_class: Any, sight: dict[str, Any]) -> tuple[Any, Any]:
         vision_config=sight,
         text_config=dict(
             **_TEXT,
-            **_HEADS,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
         ),
         image_token_id=_id("<|image_pad|>"),

@@ -60,16 +60,20 @@ def parts_of(content: Any, where: str, images: list[str]) -> Any:
     The images' addresses are added to ``images``. Raises: RequestError.
     """
     several = content if isinstance(content, list | tuple) else ()
-    if not any(isinstance(part, Mapping) and part.get("type") == "image_url" for part in several):
+    if not any(map(_is_image, several)):
         return text_of(content, where)
     found: list[dict[str, Any]] = []
     for index, part in enumerate(several):
-        if isinstance(part, Mapping) and part.get("type") == "image_url":
+        if _is_image(part):
             images.append(_address(part.get("image_url"), f"{where}[{index}].image_url"))
             found.append({"type": "image"})
         else:
             found.append({"type": "text", "text": _part(part, f"{where}[{index}]")})
     return found
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image_url"
 
 
 def _address(given: Any, where: str) -> str:

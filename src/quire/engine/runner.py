@@ -256,9 +256,9 @@ class ModelRunner:
     @property
     def _kept_as(self) -> torch.dtype:
         """Of keys and values."""
-        kept_as: torch.dtype = self._loaded.model.dtype
-        for group in attention_groups(self._kv.accounting.groups)[:1]:
-            kept_as = getattr(torch, attention_spec(group).dtype)
+        groups = attention_groups(self._kv.accounting.groups)
+        name = attention_spec(groups[0]).dtype if groups else self._loaded.dtype
+        kept_as: torch.dtype = getattr(torch, name)
         return kept_as
 
     def compute(

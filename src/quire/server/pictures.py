@@ -13,6 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from quire.chat.conversation import ChatInput, ChatPrompt
+from quire.engine.prompts import ShownPrompt
+from quire.server.request_context import RequestContext
 from quire.server.wire.error_responses import Refused
 from quire.units import format_count
 
@@ -20,6 +23,25 @@ MOST_PICTURES = 64  # in a request
 MOST_PIXELS = 2**25  # of all of them: 96 MiB of colours
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
+
+
+async def shown_prompt(context: RequestContext, prompt: ChatPrompt, chat: ChatInput) -> ShownPrompt:
+    """Read a prompt's images, in a thread, and return it with them.
+
+    Their pixels are made once it is known that the server has room for them, until it has answered.
+    Raises: Refused; RequestError.
+    """
+    vision = context.service.engine.facts.vision
+    opened = await context.in_text_thread(open_pictures, prompt.image_urls)
+    num_pixels = sum(picture.width * picture.height for picture in opened)
+    context.until_answered.enter_context(context.service.admission.hold_pixels(num_pixels))
+
+    def shown() -> ShownPrompt:
+        pictures = in_colours(opened)
+        read = vision.read(prompt.text, pictures, add_special_tokens=chat.add_special_tokens)
+        return ShownPrompt(token_ids=read.token_ids, images=read)
+
+    return await context.in_text_thread(shown)
 
 
 def open_pictures(urls: Sequence[str]) -> list[Any]:

@@ -21,7 +21,7 @@ from quire.kv.storage.entries import dequantize, quantize
 from quire.models.cache_argument import cache_argument
 from quire.models.executors.encoder_source import Encoded, Source, encode
 from quire.models.executors.hooks import PackedStep
-from quire.models.executors.image_features import PromptImages
+from quire.models.executors.image_features import PromptImages, as_model_takes
 from quire.models.executors.packed import PackedModel
 from quire.models.executors.per_sequence import PerSequenceModel
 from quire.models.fused_modules import FusedModules
@@ -252,8 +252,7 @@ class ImageTrial(Trial):
             **{name: torch.from_numpy(each)[None] for name, each in images.token_types.items()},
             **images.inputs([*images.images[0].inputs]),
         }
-        given = {name: each.to(self._loaded.device) for name, each in given.items()}
-        given = {n: x.to(model.dtype) if x.is_floating_point() else x for n, x in given.items()}
+        given = as_model_takes(given, model)
         # What it would keep of these positions for a text that goes on.
         shift = getattr(model.base_model, "rope_deltas", None)
         cache = RoundedCache(model.config, self._kept_as) if rounded else None

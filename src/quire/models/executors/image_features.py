@@ -23,6 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from quire.models.weight_placement import device_of
+
 # -- a prompt's images -----------------------------------------------------------------------------
 
 
@@ -66,6 +68,15 @@ class PromptImages:
             for name in names
             if all(name in image.inputs for image in self.images)
         }
+
+
+def as_model_takes(inputs: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return inputs [n, …] where a model computes, those of floats in its dtype."""
+    device = device_of(model)
+    return {
+        name: each.to(device, model.dtype if each.is_floating_point() else each.dtype)
+        for name, each in inputs.items()
+    }
 
 
 # -- features --------------------------------------------------------------------------------------
@@ -197,11 +208,8 @@ class ImageEncoder:
 
         Raises: ValueError for an image whose features are not as many as its tokens.
         """
-        pairs = [*zip(chunks, images, strict=True)]
-        if not any(own is not None and start < own.end for (start, _), own in pairs):
-            return None
         with torch.inference_mode():
-            return self._of_step(pairs, token_ids, positions)
+            return self._of_step([*zip(chunks, images, strict=True)], token_ids, positions)
 
     def close(self) -> None:
         """Drop the features, and the model."""
@@ -288,10 +296,8 @@ class ImageEncoder:
         if features is not None:
             self._kept.move_to_end(image.content_id)
             return features
-        model = self._model
-        given = {name: each.to(model.device) for name, each in image.inputs.items()}
-        given = {n: x.to(model.dtype) if x.is_floating_point() else x for n, x in given.items()}
-        encoded = model.base_model.get_image_features(**given, return_dict=True)
+        given = as_model_takes(image.inputs, self._model)
+        encoded = self._model.base_model.get_image_features(**given, return_dict=True)
         features = Features.of(encoded, image.num_tokens)
         self.num_encoded += 1
         self._kept[image.content_id] = features

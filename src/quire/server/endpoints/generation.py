@@ -23,7 +23,7 @@ from quire.engine.sequence import Embedding, Request, TokenLogprobs
 from quire.errors import RequestError
 from quire.sampling_params import Params, SamplingParams, StructuredOutputsParams
 from quire.server.admission_control import Permit
-from quire.server.pictures import in_colours, open_pictures
+from quire.server.pictures import shown_prompt
 from quire.server.request_context import RequestContext
 from quire.server.request_params import sampling_params, searched
 from quire.server.schemas.request_fields import (
@@ -575,25 +575,6 @@ async def turn_request(
     chosen = searched(asked, params) if isinstance(asked, Searching) else params
     request = await engine_request(context, token_ids if shown is None else shown, chosen, asked)
     return TurnRequest(request=request, prompt=prompt, own_stops=own_stops)
-
-
-async def shown_prompt(context: RequestContext, prompt: ChatPrompt, chat: ChatInput) -> ShownPrompt:
-    """Read a prompt's images, in a thread, and return it with them.
-
-    Their pixels are made once it is known that the server has room for them, until it has answered.
-    Raises: Refused; RequestError.
-    """
-    vision = context.service.engine.facts.vision
-    opened = await context.in_text_thread(open_pictures, prompt.image_urls)
-    num_pixels = sum(picture.width * picture.height for picture in opened)
-    context.until_answered.enter_context(context.service.admission.hold_pixels(num_pixels))
-
-    def shown() -> ShownPrompt:
-        pictures = in_colours(opened)
-        read = vision.read(prompt.text, pictures, add_special_tokens=chat.add_special_tokens)
-        return ShownPrompt(token_ids=read.token_ids, images=read)
-
-    return await context.in_text_thread(shown)
 
 
 def reasoning_kwargs(effort: str | None) -> dict[str, Any]:

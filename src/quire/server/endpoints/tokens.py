@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from quire.chat.conversation import ChatInput
 from quire.server.endpoints.answers import Json, as_json
-from quire.server.endpoints.generation import shown_prompt
+from quire.server.pictures import shown_prompt
 from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
 from quire.server.schemas.request_fields import ModelRequest
