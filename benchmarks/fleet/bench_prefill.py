@@ -26,7 +26,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from benchmarks.fleet.processes import ProcessReplica
+from benchmarks.fleet.processes import replicas_of, running
 from benchmarks.harness.report import Table, WithClaims, show
 from quire.bench.workload import Vocabulary
 from quire.fleet.fleet_engine import FleetEngine
@@ -34,16 +34,9 @@ from quire.fleet.placement import LeastLoaded
 from quire.fleet.prefill import PrefillPlaces
 from quire.sampling_params import SamplingParams
 
-OPTIONS: dict[str, Any] = {
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 256,
-    "max_model_len": 640,
-    "kv_cache_memory_bytes": "1GiB",
-}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 WRITTEN, WRITTEN_PROMPT, WRITTEN_TOKENS = 6, 32, 80
 LONG, LONG_PROMPT, LONG_TOKENS = 6, 512, 4
-_PATIENCE_S = 300.0  # with a replica whose first step compiles kernels
 
 
 @dataclass(slots=True)
@@ -93,30 +86,15 @@ async def _round(fleet: FleetEngine, seed: int, gap_s: float) -> Taken:
 
 @asynccontextmanager
 async def _fleet(folder: Path, model: str | None, *, is_apart: bool) -> AsyncIterator[FleetEngine]:
-    processors = sorted(os.sched_getaffinity(0))
     places, held, more = PrefillPlaces.made(str(folder), 1), -1, [dict[str, Any](), {}]
     if is_apart:
         config, held = places.take()
         more = [{"kv_transfer_config": config}, {"kv_transfer_config": places.of_decoder()}]
-    replicas = [
-        ProcessReplica(folder, f"replica-{n}", processors[n % len(processors)], model, **each)
-        for n, each in enumerate({**OPTIONS, **own} for own in more)
-    ]
-    engine = await FleetEngine.start(
-        replicas,
-        LeastLoaded(seed=0),
-        replica_timeout_s=_PATIENCE_S,
-        report_interval_s=0.1,
-        prefills_apart=is_apart,
-    )
     try:
-        while any(each.state != "up" for each in engine.members.values()) or len(
-            engine.members
-        ) < len(replicas):
-            await asyncio.sleep(0.1)
-        yield engine
+        replicas = replicas_of(folder, model, more)
+        async with running(replicas, LeastLoaded(seed=0), prefills_apart=is_apart) as engine:
+            yield engine
     finally:
-        await engine.aclose()
         if held >= 0:
             os.close(held)
 

@@ -27,7 +27,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from benchmarks.fleet.processes import ProcessReplica
+from benchmarks.fleet.processes import OPTIONS, replicas_of, running
 from benchmarks.harness.report import Table, WithClaims, show
 from benchmarks.planner.real import Plenty, fleet_of
 from quire.bench.traffic import replay
@@ -43,18 +43,11 @@ from quire.traces import TraceRequest
 
 GOAL = 0.10
 NUM_REPLICAS = 2
-OPTIONS: dict[str, Any] = {
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 256,
-    "max_model_len": 640,
-    "kv_cache_memory_bytes": "1GiB",
-}
 EVENTS = {
     "enable_kv_cache_events": True,
     "endpoint": "tcp://127.0.0.1:0",
     "replay_endpoint": "tcp://127.0.0.1:0",
 }
-_PATIENCE_S = 300.0  # with a replica whose first step compiles kernels
 _ID_TOKENS = 64  # of a prompt that a hash id stands for
 
 
@@ -158,33 +151,13 @@ async def _measure(
     model: str | None, fleet: Fleet, traces: dict[str, list[TraceRequest]], rounds: int
 ) -> dict[str, list[tuple[Figures, Figures]]]:
     """(real, simulated) of each round."""
-    processors = sorted(os.sched_getaffinity(0))
     console = Console(stderr=True)
     with TemporaryDirectory() as folder:
-        replicas = [
-            ProcessReplica(
-                Path(folder),
-                f"replica-{n}",
-                processors[n % len(processors)],
-                model,
-                kv_events_config=EVENTS,
-                **OPTIONS,
-            )
-            for n in range(NUM_REPLICAS)
-        ]
+        replicas = replicas_of(Path(folder), model, [{"kv_events_config": EVENTS}] * NUM_REPLICAS)
         facts = await replicas[0].facts()
         directory = PrefixDirectory(facts.groups, facts.block_size)
-        placement = PrefixAware(directory, seed=0)
-        engine = await FleetEngine.start(
-            replicas,
-            placement,
-            follower=ZmqFollower(directory),
-            replica_timeout_s=_PATIENCE_S,
-            report_interval_s=0.1,
-        )
-        try:
-            while [each.state for each in engine.members.values()] != ["up"] * NUM_REPLICAS:
-                await asyncio.sleep(0.1)
+        follower = ZmqFollower(directory)
+        async with running(replicas, PrefixAware(directory, seed=0), follower=follower) as engine:
             for name, trace in traces.items():  # kernels are compiled, and steps recorded
                 console.print(f"warming up: {name}", highlight=False)
                 await really(engine, trace, seed=1000)
@@ -195,8 +168,6 @@ async def _measure(
                     real = await really(engine, trace, seed=number)
                     found[name].append((real, simulated(fleet, trace)))
                     await asyncio.sleep(0.5)
-        finally:
-            await engine.aclose()
     return found
 
 

@@ -9,17 +9,26 @@ import asyncio
 import multiprocessing
 import os
 import pickle
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
+from quire.fleet.fleet_engine import FleetEngine
+from quire.fleet.placement import Placement
 from quire.fleet.replica import ReplicaFacts, ReplicaLost, ReplicaReport, to_send
 
+OPTIONS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 640,
+    "kv_cache_memory_bytes": "1GiB",
+}
 _SIZE_BYTES = 8
 _BORN_S = 120.0
+_PATIENCE_S = 300.0  # with a replica whose first step compiles kernels
 
 
 async def _send(writer: asyncio.StreamWriter, what: Any) -> None:
@@ -155,3 +164,32 @@ class ProcessReplica:
             raise ReplicaLost(f"replica {self._name}: {error!r}") from error
         finally:
             writer.close()
+
+
+def replicas_of(
+    folder: Path, model: str | None, options: Iterable[dict[str, Any]]
+) -> list[ProcessReplica]:
+    """Start a replica for each of these options, which are beside ``OPTIONS``."""
+    processors = sorted(os.sched_getaffinity(0))
+    return [
+        ProcessReplica(
+            folder, f"replica-{n}", processors[n % len(processors)], model, **OPTIONS, **own
+        )
+        for n, own in enumerate(options)
+    ]
+
+
+@asynccontextmanager
+async def running(
+    replicas: list[ProcessReplica], placement: Placement, **options: Any
+) -> AsyncIterator[FleetEngine]:
+    """Make a fleet of replicas, all up, and end them behind the block. ``options``: the fleet's."""
+    engine = await FleetEngine.start(
+        replicas, placement, replica_timeout_s=_PATIENCE_S, report_interval_s=0.1, **options
+    )
+    try:
+        while [each.state for each in engine.members.values()] != ["up"] * len(replicas):
+            await asyncio.sleep(0.1)
+        yield engine
+    finally:
+        await engine.aclose()

@@ -1,7 +1,7 @@
 """Fleets in this process: replicas that can be lost, frozen and asked to lie, and their doors."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import cache
@@ -12,21 +12,44 @@ from quire import AsyncLLM
 from quire.config import ServerConfig
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
+from quire.fleet.event_follower import ZmqFollower
 from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.fleet_figures import FleetFigures, fleet_operation
-from quire.fleet.placement import LeastLoaded, Load, Placed, Placement, RoundRobin
+from quire.fleet.placement import (
+    LeastLoaded,
+    Load,
+    Placed,
+    Placement,
+    PrefixAware,
+    RoundRobin,
+)
+from quire.fleet.prefix_directory import PrefixDirectory
 from quire.fleet.replica import (
     LocalReplica,
     ReplicaFacts,
     ReplicaHandle,
     ReplicaLost,
     ReplicaReport,
+    facts_of,
 )
 from quire.models.loader import load
 from quire.server.app import make_app
 from server.asking import Client
 
-OPTIONS: dict[str, Any] = dict(kv_cache_memory_bytes="24MiB", max_model_len=512, max_num_seqs=32)
+SIZES: dict[str, Any] = dict(kv_cache_memory_bytes="24MiB", max_model_len=512)
+OPTIONS: dict[str, Any] = dict(**SIZES, max_num_seqs=32)
+EVENTS = {
+    "enable_kv_cache_events": True,
+    "endpoint": "tcp://127.0.0.1:0",
+    "replay_endpoint": "tcp://127.0.0.1:0",
+}
+
+
+async def until(holds: Callable[[], object], *, within_s: float = 10.0) -> None:
+    """Raises: TimeoutError."""
+    async with asyncio.timeout(within_s):
+        while not holds():
+            await asyncio.sleep(0.001)
 
 
 @cache
@@ -196,6 +219,27 @@ async def fleet_of(
 
 
 @asynccontextmanager
+async def placed_by_prefixes(**options: Any) -> AsyncIterator[tuple[FleetEngine, PrefixDirectory]]:
+    """Two replicas, both up, and what their events tell the door. ``options``: the engines'."""
+    llms = [AsyncLLM(load(), kv_events_config=EVENTS, **SIZES, **options) for _ in range(2)]
+    facts = facts_of(llms[0].llm)
+    directory = PrefixDirectory(facts.groups, facts.block_size)
+    fleet = await FleetEngine.start(
+        [LocalReplica(name, llm) for name, llm in zip("ab", llms, strict=True)],
+        PrefixAware(directory, seed=1),
+        follower=ZmqFollower(directory),
+        report_interval_s=0.02,
+    )
+    try:
+        await until(
+            lambda: [each.state for each in fleet.members.values()] == ["up", "up"], within_s=30
+        )
+        yield fleet, directory
+    finally:
+        await fleet.aclose()
+
+
+@asynccontextmanager
 async def door(fleet: Fleet, config: ServerConfig | None = None) -> AsyncIterator[Client]:
     """The server in front of a fleet."""
     app = make_app(
@@ -210,4 +254,13 @@ async def door(fleet: Fleet, config: ServerConfig | None = None) -> AsyncIterato
         app.state.service.close()
 
 
-__all__ = ["BreakableReplica", "Fleet", "RoundRobin", "door", "engine", "fleet_of"]
+__all__ = [
+    "BreakableReplica",
+    "Fleet",
+    "RoundRobin",
+    "door",
+    "engine",
+    "fleet_of",
+    "placed_by_prefixes",
+    "until",
+]

@@ -13,21 +13,16 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fleet.replicas import door, engine, fleet_of
+from fleet.replicas import door, engine, fleet_of, placed_by_prefixes, until
 from fleet.told import Prompt, on_the_wire
-from quire import AsyncLLM
 from quire.cli import command_line
 from quire.cli.fleet_view import FleetView
 from quire.config import ServerConfig
-from quire.fleet.event_follower import ZmqFollower
 from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.fleet_figures import FLEET_FAMILIES
 from quire.fleet.fleet_status import FleetStatus
-from quire.fleet.placement import PrefixAware, RoundRobin
-from quire.fleet.prefix_directory import PrefixDirectory
-from quire.fleet.replica import LocalReplica, facts_of
+from quire.fleet.placement import RoundRobin
 from quire.kv import NO_KEYS
-from quire.models.loader import load
 from quire.server.app import make_app
 from quire.server.dashboard.frames import FEED
 from server.asking import Client, run, serving
@@ -417,77 +412,59 @@ def test_the_reference_has_every_metric_of_a_fleet() -> None:
 
 
 def test_prefixes_stay_where_they_are_and_a_liar_costs_time_alone() -> None:
-    events = {
-        "enable_kv_cache_events": True,
-        "endpoint": "tcp://127.0.0.1:0",
-        "replay_endpoint": "tcp://127.0.0.1:0",
-    }
     random = Random(3)
     prefixes = [[random.randrange(5, 300) for _ in range(96)] for _ in range(6)]
 
     async def ask() -> None:
-        llms = [
-            AsyncLLM(
-                load(), kv_cache_memory_bytes="24MiB", max_model_len=512, kv_events_config=events
-            )
-            for _ in range(2)
-        ]
-        facts = facts_of(llms[0].llm)
-        directory = PrefixDirectory(facts.groups, facts.block_size)
-        fleet = await FleetEngine.start(
-            [LocalReplica(name, llm) for name, llm in zip("ab", llms, strict=True)],
-            PrefixAware(directory, seed=1),
-            follower=ZmqFollower(directory),
-            report_interval_s=0.02,
-        )
-        while any(each.state != "up" for each in fleet.members.values()):
-            await asyncio.sleep(0.01)
-        client = Client(app_of(fleet))
-        at: dict[int, str] = {}
-        turns = [number for number in range(6) for _ in range(4)]
-        random.shuffle(turns)
+        async with placed_by_prefixes() as (fleet, directory):
+            facts = fleet.members["a"].facts
+            assert facts is not None
+            client = Client(app_of(fleet))
+            at: dict[int, str] = {}
+            turns = [number for number in range(6) for _ in range(4)]
+            random.shuffle(turns)
 
-        def num_requests() -> dict[str, int]:
-            return {name: sum(m.counts.outcomes.values()) for name, m in fleet.members.items()}
+            def num_requests() -> dict[str, int]:
+                return {name: sum(m.counts.outcomes.values()) for name, m in fleet.members.items()}
 
-        async def sent(prompt: list[int]) -> str:
-            before = num_requests()
-            body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
-            assert (await client.post("/v1/completions", body)).status == 200
-            (name,) = [name for name, count in num_requests().items() if count > before[name]]
-            return name
+            async def sent(prompt: list[int]) -> str:
+                before = num_requests()
+                body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
+                assert (await client.post("/v1/completions", body)).status == 200
+                (name,) = [name for name, count in num_requests().items() if count > before[name]]
+                return name
 
-        async def told(name: str, prompt: list[int]) -> None:
-            """Until the directory knows that a replica has a prompt's blocks."""
-            hashes = directory.hashes(prompt, NO_KEYS)
-            async with asyncio.timeout(20):
-                while sum(directory.find(hashes, [name]).get(name, {}).values()) < 96 // 16:
-                    await asyncio.sleep(0.005)
+            async def told(name: str, prompt: list[int]) -> None:
+                """Until the directory knows that a replica has a prompt's blocks."""
+                hashes = directory.hashes(prompt, NO_KEYS)
+                await until(
+                    lambda: sum(directory.find(hashes, [name]).get(name, {}).values()) >= 96 // 16,
+                    within_s=20,
+                )
 
-        for number in turns:
-            prompt = [*prefixes[number], random.randrange(5, 300)]
-            name = await sent(prompt)
-            await told(name, prompt)
-            assert at.setdefault(number, name) == name
-        counts = [member.counts for member in fleet.members.values()]
-        predicted = sum(each.predicted_tokens for each in counts)
-        assert predicted == 18 * 96
-        assert sum(each.found_tokens for each in counts) >= predicted
-        # A replica that says to have what it has not gets the requests, and answers right.
-        lie = [random.randrange(5, 300) for _ in range(96)]
-        for number in range(len(facts.groups)):
-            blocks = range(96 // facts.block_size)
-            told_of = Prompt(tuple(lie)).stored(facts.block_size, blocks, number)
-            directory.apply("b", on_the_wire(facts.groups, facts.block_size, told_of))
-        found = sum(each.found_tokens for each in counts)
-        assert await sent([*lie, 7]) == "b"
-        assert sum(each.predicted_tokens for each in counts) == predicted + 96
-        assert sum(each.found_tokens for each in counts) == found
-        body = {"prompt": [*lie, 8], "max_tokens": 6, "temperature": 0}
-        async with serving(llm=engine("alone")) as other:
-            want = (await other.post("/v1/completions", body)).json["choices"]
-        assert (await client.post("/v1/completions", body)).json["choices"] == want
-        await fleet.aclose()
+            for number in turns:
+                prompt = [*prefixes[number], random.randrange(5, 300)]
+                name = await sent(prompt)
+                await told(name, prompt)
+                assert at.setdefault(number, name) == name
+            counts = [member.counts for member in fleet.members.values()]
+            predicted = sum(each.predicted_tokens for each in counts)
+            assert predicted == 18 * 96
+            assert sum(each.found_tokens for each in counts) >= predicted
+            # A replica that says to have what it has not gets the requests, and answers right.
+            lie = [random.randrange(5, 300) for _ in range(96)]
+            for number in range(len(facts.groups)):
+                blocks = range(96 // facts.block_size)
+                told_of = Prompt(tuple(lie)).stored(facts.block_size, blocks, number)
+                directory.apply("b", on_the_wire(facts.groups, facts.block_size, told_of))
+            found = sum(each.found_tokens for each in counts)
+            assert await sent([*lie, 7]) == "b"
+            assert sum(each.predicted_tokens for each in counts) == predicted + 96
+            assert sum(each.found_tokens for each in counts) == found
+            body = {"prompt": [*lie, 8], "max_tokens": 6, "temperature": 0}
+            async with serving(llm=engine("alone")) as other:
+                want = (await other.post("/v1/completions", body)).json["choices"]
+            assert (await client.post("/v1/completions", body)).json["choices"] == want
 
     run(ask())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fleet.replicas import OPTIONS, Fleet, door, engine, fleet_of
+from fleet.replicas import OPTIONS, Fleet, door, engine, fleet_of, until
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import ConfigError
 from quire.fleet.placement import Load, Placed
@@ -47,9 +47,7 @@ async def apart(llms: dict[str, AsyncLLM], **options: Any) -> AsyncIterator[Flee
         for each in fleet.replicas:
             each.load_changes["compute_s_per_token"] = 1e-3
         fleet.replicas[1].load_changes.update(BUSY)
-        async with asyncio.timeout(10):
-            while fleet.placement.loads["here"].num_running != BUSY["num_running"]:
-                await asyncio.sleep(0.005)
+        await until(lambda: fleet.placement.loads["here"].num_running == BUSY["num_running"])
         yield fleet
 
 
@@ -90,9 +88,7 @@ def test_what_does_not_pay_is_computed_where_its_answer_is(llms) -> None:
             first, here = fleet.replicas
             await answer(fleet.engine, prompt(2, 12))  # less than a block
             here.load_changes["num_running"] = 0
-            async with asyncio.timeout(10):
-                while fleet.placement.loads["here"].num_running:
-                    await asyncio.sleep(0.005)
+            await until(lambda: not fleet.placement.loads["here"].num_running)
             await answer(fleet.engine, prompt(3))  # it would delay no sequence
             assert fleet.engine.num_prefilled == {"here": 2}
             assert not first.requests
@@ -109,9 +105,7 @@ def test_a_prefill_replica_that_has_measured_nothing_costs_what_others_have(llms
             first, here = fleet.replicas
             here.load_changes.update(compute_s_per_token=token_s, load_s_per_block={"STORAGE": 0})
             first.load_changes["compute_s_per_token"] = None
-            async with asyncio.timeout(10):
-                while fleet.placement.loads["first"].compute_s_per_token != token_s:
-                    await asyncio.sleep(0.005)
+            await until(lambda: fleet.placement.loads["first"].compute_s_per_token == token_s)
             await answer(fleet.engine, prompt(11))
             assert fleet.engine.num_prefilled == {"apart": 1}
 
@@ -123,9 +117,7 @@ def test_sequences_that_began_since_the_last_report_would_wait(llms) -> None:
         async with apart(llms) as fleet, AsyncExitStack() as stack:
             _, here = fleet.replicas
             here.load_changes.update(num_running=0, load_s_per_block={"STORAGE": 0})
-            async with asyncio.timeout(10):
-                while fleet.placement.loads["here"].num_running:
-                    await asyncio.sleep(0.005)
+            await until(lambda: not fleet.placement.loads["here"].num_running)
             long = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
             for number in range(4):
                 request = await fleet.engine.request(prompt(20 + number, 12), long)
@@ -190,9 +182,7 @@ def test_an_aborted_request_ends_at_the_prefill_replica_too(llms) -> None:
             first, here = fleet.replicas
             first.holds = asyncio.Event()
             reading = asyncio.create_task(answer(fleet.engine, prompt(7), request_id="x"))
-            async with asyncio.timeout(10):
-                while not first.requests:
-                    await asyncio.sleep(0.005)
+            await until(lambda: first.requests)
             ending = asyncio.create_task(fleet.engine.abort("x"))
             await asyncio.sleep(0)
             first.holds.set()
@@ -211,9 +201,7 @@ def test_a_reader_that_leaves_ends_its_prompt(llms) -> None:
             first, here = fleet.replicas
             first.holds = asyncio.Event()
             reading = asyncio.create_task(answer(fleet.engine, prompt(8)))
-            async with asyncio.timeout(10):
-                while not first.requests:
-                    await asyncio.sleep(0.005)
+            await until(lambda: first.requests)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             first.holds.set()
@@ -228,9 +216,7 @@ def test_a_prefill_replica_alone_does_the_whole_of_it(llms) -> None:
     async def scene() -> None:
         async with apart(llms) as fleet:
             fleet.replicas[1].mode = "dead"
-            async with asyncio.timeout(10):
-                while fleet.engine.members["here"].state != "lost":
-                    await asyncio.sleep(0.005)
+            await until(lambda: fleet.engine.members["here"].state == "lost")
             want = await expected(prompt(9))
             tokens, _, reason = await answer(fleet.engine, prompt(9))
             assert (tokens, reason) == (want, "length")

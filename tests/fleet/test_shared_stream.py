@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleet.replicas import engine
+from fleet.replicas import engine, until
 from quire import SamplingParams
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
@@ -116,12 +116,6 @@ async def request(prompt: str = PROMPTS[0], params: SamplingParams = GREEDY) -> 
 
 async def read(pieces: AsyncGenerator[TextDelta, None]) -> list[TextDelta]:
     return [delta async for delta in pieces]
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(10):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 def test_answers_are_the_engines_own() -> None:

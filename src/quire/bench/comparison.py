@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from quire.bench.metrics import percentile_word
+from quire.bench.metrics import LATENCIES, statistics_of
 
 Round: TypeAlias = Sequence[Mapping[str, Any]]  # the figures of each server, in their order
 
@@ -18,7 +18,6 @@ _RATES = (
     ("output_throughput", "Output tokens/s"),
     ("total_token_throughput", "All tokens/s"),
 )
-_LATENCIES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2el", "E2EL"))
 _LABEL, _FIGURE, _RATIO = 24, 12, 26  # columns
 
 
@@ -82,8 +81,5 @@ def _ratio(figure: Mapping[str, Any], place: int) -> str:
 def _keys(percentiles: Sequence[float]) -> Iterator[tuple[str, str]]:
     """Yield the figures that are compared, with what they are called."""
     yield from _RATES
-    for key, name in _LATENCIES:
-        yield f"mean_{key}_ms", f"Mean {name} (ms)"
-        yield f"median_{key}_ms", f"Median {name} (ms)"
-        for percentile in map(percentile_word, percentiles):
-            yield f"p{percentile}_{key}_ms", f"P{percentile} {name} (ms)"
+    for key, name, _ in LATENCIES:
+        yield from statistics_of(key, name, percentiles)

@@ -159,12 +159,20 @@ def _statistics(
 # -- the table -------------------------------------------------------------------------------------
 
 _WIDTH = 50
-_SECTIONS = (
+LATENCIES = (
     ("ttft", "TTFT", "Time to First Token"),
     ("tpot", "TPOT", "Time per Output Token (excl. 1st token)"),
     ("itl", "ITL", "Inter-token Latency"),
     ("e2el", "E2EL", "End-to-end Latency"),
 )
+
+
+def statistics_of(key: str, name: str, percentiles: Sequence[float]) -> Iterator[tuple[str, str]]:
+    """Yield the statistics of a latency in a result, with what they are called."""
+    yield f"mean_{key}_ms", f"Mean {name} (ms)"
+    yield f"median_{key}_ms", f"Median {name} (ms)"
+    for percentile in map(percentile_word, percentiles):
+        yield f"p{percentile}_{key}_ms", f"P{percentile} {name} (ms)"
 
 
 def table(result: Mapping[str, Any], percentiles: tuple[float, ...]) -> str:
@@ -190,15 +198,13 @@ def _lines(result: Mapping[str, Any], percentiles: tuple[float, ...]) -> Iterato
     yield _line("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"])
     yield _line("Peak concurrent requests:", float(result["max_concurrent_requests"]))
     yield _line("Total token throughput (tok/s):", result["total_token_throughput"])
-    sections = [*_SECTIONS]
+    sections = [*LATENCIES]
     if result["max_concurrency"] is not None:
         sections.append(("client_queue_time", "Client Queue Time", "Client-side Queueing"))
     for key, name, header in sections:
         yield _rule(header, "-")
-        yield _line(f"Mean {name} (ms):", result[f"mean_{key}_ms"])
-        yield _line(f"Median {name} (ms):", result[f"median_{key}_ms"])
-        for percentile in map(percentile_word, percentiles):
-            yield _line(f"P{percentile} {name} (ms):", result[f"p{percentile}_{key}_ms"])
+        for each, label in statistics_of(key, name, percentiles):
+            yield _line(f"{label}:", result[each])
     if "kv" in result:
         yield from _kv_lines(result["kv"])
     yield "=" * _WIDTH

@@ -347,7 +347,7 @@ _NO_CANDIDATES = "there is no replica to choose from"
 # -- by the caches ---------------------------------------------------------------------------------
 
 # What loading a block costs where no tier has been measured, of computing it.
-_LOAD_FRACTION: Final[Mapping[Medium, float]] = MappingProxyType(
+LOAD_FRACTION: Final[Mapping[Medium, float]] = MappingProxyType(
     {"GPU": 0.0, "CPU": 0.2, "STORAGE": 0.4}
 )
 # What a second of computing weighs, against one of waiting. A prompt waits for both alike, but what
@@ -357,10 +357,10 @@ DEFAULT_WORK_WEIGHT: Final = 9.0
 # knows that it comes again and keeps it longer now; another one sees it for the first time.
 _FORMER_WEIGHT: Final = 4.0
 # Costs are estimates: those above the least one by so much of its time are equals.
-_NEAREST: Final[Medium] = MEDIA[0]
 _EQUAL_FRACTION: Final = 0.05
 _EQUAL_S: Final = 0.001
 _MOST_SESSIONS: Final = 65_536
+_NEAREST: Final[Medium] = MEDIA[0]
 _MOST_REMEMBERED: Final = 131_072
 
 
@@ -492,7 +492,7 @@ class PrefixAware:
         wait_s = queued * token_s
         for medium, num in blocks.items():
             load_s = loads[_LOAD_S[medium]]
-            default_s = _LOAD_FRACTION[medium] * self.directory.block_size * token_s
+            default_s = LOAD_FRACTION[medium] * self.directory.block_size * token_s
             wait_s += num * np.where(np.isnan(load_s), default_s, load_s)
         wait_s += np.ceil((compute + queued) / loads[_BATCHED_TOKENS]) * loads[_DECODE_S]
         waiting = loads[_NUM_REQUESTS] - loads[_MAX_SEQS] + 1

@@ -16,14 +16,13 @@ from typing import Any, Final, Literal, TypeAlias, final
 from quire.engine.sequence import Request
 from quire.engine.transfer import read_params
 from quire.errors import ConfigError
-from quire.fleet.placement import Load, Placed
+from quire.fleet.placement import LOAD_FRACTION, Load, Placed
 from quire.sampling_params import SamplingParams
 from quire.units import ceil_div
 
 # What became of a prompt that prefill replicas could have computed. "here": that did not pay.
 Prefilled: TypeAlias = Literal["apart", "here", "failed"]
 
-_LOAD_FRACTION: Final = 0.4  # of computing, that loading takes where it has not been measured
 _FIRST_DETOUR_S: Final = 0.02  # before one has been measured
 _NEW_WEIGHT: Final = 0.1  # of one more in the mean
 
@@ -60,7 +59,7 @@ class Detours:
         """
         tokens = here.computed_tokens
         computing_s = tokens * load.prompt_token_s
-        default_s = _LOAD_FRACTION * block_size * load.prompt_token_s
+        default_s = LOAD_FRACTION["STORAGE"] * block_size * load.prompt_token_s
         loading_s = ceil_div(tokens, block_size) * load.load_s_per_block.get("STORAGE", default_s)
         apart_s = (queued_tokens + tokens) * there.prompt_token_s + loading_s + self.mean_s
         return (1 + num_running) * computing_s > apart_s

@@ -245,7 +245,7 @@ def _store_of(llm: LLM) -> str | None:
 
 def _place_of(address: TierAddress, *, is_shared: bool) -> str | None:
     if is_shared:
-        whole = blake2b(f"{address.url.geturl()}".encode(), digest_size=8)  # may hold a password
+        whole = blake2b(address.url.geturl().encode(), digest_size=8)  # may hold a password
         return f"{address} {whole.hexdigest()}"
     if address.kind == "file":
         found = folder_of(address).stat()

@@ -11,7 +11,7 @@ How messages travel is left to a ``RemoteOutbox``. What is sent can be pickled.
 
 import asyncio
 import pickle
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, Final, Protocol, TypeAlias, final
 
@@ -76,7 +76,9 @@ class Outbox:
 
         Leaving it ends all requests, and so does not calling it anew.
         """
-        self._call_off_end()
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
         self._has_room.set()
         self._filled.set()  # the first message says that it is open
         num_said = 0
@@ -133,11 +135,6 @@ class Outbox:
         self._is_closed = True
         for task in self._running.values():
             task.cancel()
-
-    def _call_off_end(self) -> None:
-        if self._ending is not None:
-            self._ending.cancel()
-            self._ending = None
 
     async def _run(self, request: Request, request_id: str) -> None:
         try:
@@ -286,10 +283,9 @@ class Inbox:
     def _fail(self, error: Exception) -> None:
         self._lost = self._lost or error
         self._opened.set()
-        several: Iterable[_Reader] = self._readers.values()
-        for reader in several:
+        for reader in self._readers.values():
             reader.end(error)
-        OutputCollector.ring([each.collector for each in several])
+        OutputCollector.ring([each.collector for each in self._readers.values()])
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name="quire-inbox")
