@@ -10,6 +10,8 @@ process asks over loopback, on the same processors. Needs ``quire[fleet]``.
 import asyncio
 import json
 import os
+from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
@@ -17,12 +19,13 @@ from typing import Annotated
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
 
+import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.report import WithClaims
-from benchmarks.harness.server import post, server, wire
+from benchmarks.harness.server import ServerProcess, post, server, wire
 
 NUM_TOKENS = 16
 WARM = 5  # rounds that are not counted
@@ -56,7 +59,8 @@ def main(
         server(*_FLAGS, *one_thread, command="fleet") as fleet,
     ):
         times = asyncio.run(_first_bytes(alone.port, fleet.port, rounds))
-        rates = asyncio.run(_rates(alone.port, fleet.port, at_once, each))
+        used: dict[str, Counter[str]] = {"serve": Counter(), "fleet": Counter()}
+        rates = asyncio.run(_rates({"serve": alone, "fleet": fleet}, at_once, each, used))
     console, claims = Console(), []
     table = Table(title=f"{rounds} rounds, {NUM_TOKENS} tokens each, ms", title_justify="left")
     for column in ("asked", "first byte", "p10", "p90", "whole"):
@@ -96,6 +100,13 @@ def main(
             notes={"fleet": rates["fleet"], "serve": rates["serve"]},
         )
     )
+    used_ms = {
+        name: {part: 1e3 * seconds / (len(rates[name]) * at_once * each) for part, seconds in own}
+        for name, own in ((name, parts.most_common()) for name, parts in used.items())
+    }
+    for name, own in used_ms.items():
+        parts = ", ".join(f"{part} {value:.2f}" for part, value in own.items())
+        console.print(f"{name}: ms of a processor for each request: {parts}")
     for claim in claims:
         console.print(
             f"{claim.claim}: {claim.ours:.2f} against {claim.peer:.2f} {claim.unit}, "
@@ -139,22 +150,49 @@ async def _first_bytes(alone: int, fleet: int, rounds: int) -> dict[str, list[tu
     return times
 
 
-async def _rates(alone: int, fleet: int, at_once: int, each: int) -> dict[str, list[float]]:
-    """Requests a second, of rounds that take turns; each client has a prompt of its own."""
+async def _rates(
+    ways: dict[str, ServerProcess], at_once: int, each: int, used: dict[str, Counter[str]]
+) -> dict[str, list[float]]:
+    """Requests a second, of rounds that take turns; each client has a prompt of its own.
+
+    ``used`` gets seconds of processors that each part took, of its own rounds.
+    """
 
     async def client(port: int, number: int) -> None:
         async with wire(port) as own:
             for _ in range(each):
                 await own.ask(_body(f"client {number}: {_PROMPT}"))
 
-    rates: dict[str, list[float]] = {"serve": [], "fleet": []}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(6):
-        for name, port in (("serve", alone), ("fleet", fleet)):
-            begun_s = perf_counter()
-            await asyncio.gather(*(client(port, number) for number in range(at_once)))
+        for name, way in ways.items():
+            before, begun_s = _cpu_s(way), perf_counter()
+            await asyncio.gather(*(client(way.port, number) for number in range(at_once)))
             if turn:
                 rates[name].append(at_once * each / (perf_counter() - begun_s))
+                after = _cpu_s(way)
+                after.subtract(before)
+                used[name].update(after)
     return rates
+
+
+def _cpu_s(way: ServerProcess) -> Counter[str]:
+    """Seconds of processors so far, of this process and of those that a server consists of."""
+    seconds = Counter[str]()
+    root = psutil.Process(way.pid)
+    for process in (psutil.Process(), root, *root.children(recursive=True)):
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            seconds[_part(process, root)] += times.user + times.system
+    return seconds
+
+
+def _part(process: psutil.Process, root: psutil.Process) -> str:
+    if process.pid == os.getpid():
+        return "client"
+    if process == root:
+        return "server or door"
+    return "replicas" if "ServeReplica" in " ".join(process.cmdline()) else "Ray's others"
 
 
 if __name__ == "__main__":
