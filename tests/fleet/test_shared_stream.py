@@ -2,13 +2,14 @@
 
 import asyncio
 import pickle
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
 
 from fleet.replicas import engine, until
+from fleet.scripted import LAST, Scripted, piece
 from quire import SamplingParams
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
@@ -22,81 +23,42 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPTS = [f"def f{n}(x):\n    return " for n in range(6)]
 
 
-def piece(text: str = "a", **more: Any) -> TextDelta:
-    return TextDelta(**{"index": 0, "text": text, "token_ids": (1,), "finish_reason": None, **more})
-
-
-LAST = piece("z", finish_reason="length")
-
-
-class Scripted:
-    """A replica that says what a test puts in, of each request."""
-
-    name = "scripted"
-
-    def __init__(self) -> None:
-        self.puts: dict[str, asyncio.Queue[TextDelta | Exception]] = {}
-        self.left: list[str] = []
-
-    async def generate(
-        self, request: Request, *, request_id: str
-    ) -> AsyncGenerator[TextDelta, None]:
-        own = self.puts.setdefault(request_id, asyncio.Queue())
-        try:
-            while True:
-                said = await own.get()
-                if isinstance(said, Exception):
-                    raise said
-                yield said
-                if said.finish_reason is not None:
-                    return
-        finally:
-            self.left.append(request_id)
-
-    def put(self, request_id: str, said: TextDelta | Exception) -> None:
-        self.puts.setdefault(request_id, asyncio.Queue()).put_nowait(said)
-
-
 class Wire:
-    """An outbox as far away as pickles are. It counts messages, and can break."""
+    """An outbox as far away as pickles are. It keeps messages, and can break."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
-        self.num_calls = 0
         self.sent: list[Message] = []
         self.breaks = asyncio.Event()
         self.hears = True  # what the door tells
 
-    async def messages(self) -> AsyncGenerator[Message, None]:
-        self.num_calls += 1
+    async def read(self, take: Callable[[Message], None]) -> None:
+        broken = asyncio.ensure_future(self.breaks.wait())
+        passing = asyncio.ensure_future(self._pass(take))
+        try:
+            await asyncio.wait({passing, broken}, return_when="FIRST_COMPLETED")
+            if broken.done():
+                raise ReplicaLost("the wire broke")
+        finally:
+            passing.cancel()
+            broken.cancel()
+            await asyncio.gather(passing, broken, return_exceptions=True)
+
+    async def _pass(self, take: Callable[[Message], None]) -> None:
         async with aclosing(self._outbox.messages()) as messages:
-            while True:
-                following = asyncio.ensure_future(anext(messages))
-                broken = asyncio.ensure_future(self.breaks.wait())
-                try:
-                    await asyncio.wait({following, broken}, return_when="FIRST_COMPLETED")
-                    if broken.done():
-                        raise ReplicaLost("the wire broke")
-                    try:
-                        message = following.result()
-                    except StopAsyncIteration:
-                        return
-                finally:
-                    following.cancel()
-                    broken.cancel()
-                    await asyncio.gather(following, broken, return_exceptions=True)
+            async for message in messages:
                 self.sent.append(message)
-                yield pickle.loads(pickle.dumps(message))
+                take(pickle.loads(pickle.dumps(message)))
 
-    async def begin(self, request: Request, request_id: str) -> None:
-        await self._outbox.begin(pickle.loads(pickle.dumps(request)), request_id)
+    def begin(self, request: Request, request_id: str) -> None:
+        self._outbox.begin(pickle.loads(pickle.dumps(request)), request_id)
 
-    async def leave(self, request_id: str) -> None:
-        await self._outbox.leave(request_id)
+    def leave(self, request_id: str) -> None:
+        self._outbox.leave(request_id)
 
-    async def note_read(self, count: int) -> None:
+    def note_read(self, count: int) -> None:
         if self.hears:
-            await self._outbox.note_read(count)
+            self._outbox.note_read(count)
 
 
 @asynccontextmanager
@@ -218,8 +180,9 @@ def test_all_readers_are_told_of_a_stream_that_breaks() -> None:
             assert inbox.lost is not None
             # What was asked for through it ends there, and nothing more is begun.
             await until(lambda: len(replica.left) == 3)
-            with pytest.raises(ReplicaRefused, match="answers this door no longer"):
-                await outbox.begin(await request(), "later")
+            outbox.begin(await request(), "later")
+            await asyncio.sleep(0)
+            assert "later" not in replica.puts
 
     run(ask())
 
@@ -244,24 +207,27 @@ def test_a_slow_reader_finds_its_pieces_as_one() -> None:
     run(ask())
 
 
-def test_a_door_that_tells_nothing_gets_few_messages_and_all_that_is_said(
+def test_a_door_that_is_behind_gets_few_messages_and_then_all_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shared_stream, "_MOST_UNREAD", 3)
-    monkeypatch.setattr(shared_stream, "_PAUSE_S", 0.2)
 
     async def ask() -> None:
         replica = Scripted()
-        async with joined(replica) as (inbox, wire, _):
+        async with joined(replica) as (inbox, wire, outbox):
             wire.hears = False
             reads = asyncio.ensure_future(read(inbox.generate(await request(), request_id="own")))
-            for number in range(100):
+            for number in range(20):
                 replica.put("own", piece(str(number)))
                 await asyncio.sleep(0.001)
             replica.put("own", LAST)
+            await asyncio.sleep(0.01)
+            assert len(wire.sent) == 3
+            assert not reads.done()
+            wire.hears = True
+            outbox.note_read(1000)
             text = "".join(each.text for each in await reads)
-            assert text == "".join(map(str, range(100))) + "z"
-            assert len(wire.sent) < 30
+            assert text == "".join(map(str, range(20))) + "z"
 
     run(ask())
 
@@ -269,7 +235,6 @@ def test_a_door_that_tells_nothing_gets_few_messages_and_all_that_is_said(
 def test_a_door_that_reads_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_stream, "_MOST_UNREAD", 4)
     monkeypatch.setattr(shared_stream, "_TOLD_AT", 2)
-    monkeypatch.setattr(shared_stream, "_PAUSE_S", 3600)
 
     async def ask() -> None:
         replica = Scripted()
@@ -301,32 +266,19 @@ def test_an_outbox_that_closes_says_all_before() -> None:
     run(ask())
 
 
-def test_messages_are_asked_for_anew_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_stream, "_MOST_OF_A_CALL", 3)
-
+def test_one_that_has_closed_refuses_what_comes_late() -> None:
     async def ask() -> None:
         replica = Scripted()
-        async with joined(replica) as (inbox, wire, _):
-            own = inbox.generate(await request(), request_id="own")
-            for number in range(20):
-                replica.put("own", piece(str(number)))
-                assert (await anext(own)).text == str(number)
-            assert wire.num_calls > 3
-            await own.aclose()
-
-    run(ask())
-
-
-def test_a_door_that_does_not_ask_anew_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_stream, "_MOST_OF_A_CALL", 1)
-    monkeypatch.setattr(shared_stream, "_GAP_S", 0.01)
-
-    async def ask() -> None:
-        replica = Scripted()
-        outbox = Outbox(replica)
-        await outbox.begin(await request(), "own")
-        assert [message async for message in outbox.messages()] == [[]]
-        await until(lambda: replica.left == ["own"])
-        assert outbox.is_closed
+        async with joined(replica) as (inbox, _, outbox):
+            first = inbox.generate(await request(), request_id="first")
+            replica.put("first", piece())
+            await anext(first)
+            closing = asyncio.ensure_future(outbox.close())
+            await asyncio.sleep(0)
+            with pytest.raises(ReplicaRefused, match="answers this door no longer"):
+                await anext(inbox.generate(await request(), request_id="late"))
+            replica.put("first", LAST)
+            assert await read(first) == [LAST]
+            await closing
 
     run(ask())

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from fleet.scripted import Scripted
 from quire import SamplingParams
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.fleet import ray_serve
+from quire.fleet.door_connection import DoorListener
 from quire.fleet.placement import Load
 from quire.fleet.ray_serve import ChosenReplica, RayReplica, RayReplicas, Roll
 from quire.fleet.replica import ReplicaLost, ReplicaRefused, ReplicaReport
+from quire.fleet.shared_stream import Outbox
 
 pytestmark = pytest.mark.ray
 
@@ -49,11 +53,26 @@ class Call:
         await asyncio.Event().wait()
 
 
+class Connecting(Call):
+    """An offer of a connection to a replica's outbox, which is there until it is left."""
+
+    def __init__(self, replica: Any) -> None:
+        super().__init__()
+        self._replica = replica
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        listener = DoorListener("127.0.0.1")
+        async with aclosing(listener.serve(Outbox(self._replica))) as offers:
+            async for offer in offers:
+                yield offer
+        await listener.close()
+
+
 class Handle:
     """A deployment's handle, whose calls are ready-made, by method."""
 
     def __init__(self, **calls: Call) -> None:
-        self.calls = {"messages": Call([[]]), **calls}
+        self.calls = {"connect": Connecting(Scripted()), **calls}
         self.asked: list[tuple[Any, ...]] = []  # the method, and its arguments
         self.keywords: list[dict[str, Any]] = []
 
@@ -204,62 +223,38 @@ def test_a_watch_that_breaks_is_the_loss_of_the_replica() -> None:
     asyncio.run(ask())
 
 
-class Answering(Call):
-    """Messages that have a piece of the request that has been begun."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun = asyncio.Event()
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        yield []
-        await self.begun.wait()
-        yield [("x", PIECE)]
-        await asyncio.Event().wait()
-
-
-class Beginning(Call):
-    def __init__(self, answering: Answering) -> None:
-        super().__init__([None])
-        self._answering = answering
-
-    async def _result(self) -> Any:
-        self._answering.begun.set()
-
-
 def test_a_request_is_begun_and_left_at_its_replica() -> None:
-    pieces = Answering()
-    handle = Handle(watch=Call(), messages=pieces, begin=Beginning(pieces), leave=Call([None]))
+    there = Scripted()
+    connecting = Connecting(there)
+    handle = Handle(watch=Call(), connect=connecting)
 
     async def ask() -> None:
         replica = RayReplica("a", handle, Roll())
         stream = replica.generate(REQUEST, request_id="x")
+        there.put("x", PIECE)
         assert await anext(stream) == PIECE
+        assert there.asked == {"x": REQUEST}
         await stream.aclose()
-        await asyncio.sleep(0.01)
-        (door, *_), (_, *asked), (_, *left) = (
-            next(each[1:] for each in handle.asked if each[0] == method)
-            for method in ("messages", "begin", "leave")
-        )
-        assert asked == [REQUEST, "x"]
-        assert left == ["x"]
-        assert {each[1] for each in handle.asked if each[0] != "watch"} == {door}
+        while not there.left:
+            await asyncio.sleep(0.01)
+        assert there.left == ["x"]
+        assert {each[0] for each in handle.asked} == {"watch", "connect"}
         assert all(each["to"] == "a" for each in handle.keywords)
-        assert not pieces.is_cancelled
+        assert not connecting.is_cancelled
         await replica.close()
 
     asyncio.run(asyncio.wait_for(ask(), 10))
-    assert pieces.is_cancelled
+    assert connecting.is_cancelled
 
 
-def test_messages_that_break_are_the_loss_of_the_replica() -> None:
+def test_a_connection_that_cannot_be_had_is_the_loss_of_the_replica() -> None:
     async def ask() -> None:
-        messages = Call([[]], ActorDiedError())
-        replica = RayReplica("a", Handle(watch=Call([REPORT]), messages=messages), Roll())
+        handle = Handle(watch=Call([REPORT]), connect=Call(error=ActorDiedError()))
+        replica = RayReplica("a", handle, Roll())
         with pytest.raises(ReplicaLost):
             await anext(replica.generate(REQUEST, request_id="x"))
         with pytest.raises(ReplicaLost):
             await replica.report()
         await replica.close()
 
-    asyncio.run(ask())
+    asyncio.run(asyncio.wait_for(ask(), 10))

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import re
-import secrets
 import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -67,8 +66,9 @@ if not ray.__version__.startswith(f"{RAY_VERSION}."):
 if TYPE_CHECKING:
     from quire.engine.outputs import TextDelta
     from quire.engine.sequence import Request
+    from quire.fleet.door_connection import Offer
     from quire.fleet.replica import LocalReplica, ReplicaFacts, ReplicaReport
-    from quire.fleet.shared_stream import Message, Outbox
+    from quire.fleet.shared_stream import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -249,10 +249,11 @@ class ServedReplica:
         self._shutdown_s = shutdown_s
         self._num_watchers = 0
         self._leaving: asyncio.Task[None] | None = None
-        self._outboxes: dict[str, Outbox] = {}  # by door
+        self._outboxes: set[Outbox] = set()  # of doors
         wait_patiently()
         keep_few_shapes()
         from quire.engine.async_llm import AsyncLLM
+        from quire.fleet.door_connection import DoorListener
         from quire.fleet.replica import LocalReplica
 
         _log_beside_serve()
@@ -268,6 +269,7 @@ class ServedReplica:
             advice = f"; or {_WITHOUT_EVENTS}" if str(error).startswith("kv_events_config") else ""
             raise RuntimeError(f"{_REFUSED}{error}{advice}") from error
         self._llm, self._local = llm, LocalReplica(self.name, llm)
+        self._listener = DoorListener(self._node)
 
     def _events(self, name_key: bytes) -> KVEventsConfig:
         """Return where events are published: free ports, on loopback where the door is too."""
@@ -327,33 +329,21 @@ class ServedReplica:
         )
         return replace(facts, events=events)
 
-    async def messages(
-        self, door: str, *, to: str, roll: Roll | None = None
-    ) -> "AsyncIterator[Message]":
-        """Yield what is said of a door's requests, as an ``Outbox`` does."""
+    async def connect(self, *, to: str, roll: Roll | None = None) -> "AsyncIterator[Offer]":
+        """Yield how a door connects for its requests and their answers, and end with that.
+
+        So Serve knows that something is under way here, and waits for it.
+        """
         from quire.fleet.shared_stream import Outbox
 
-        here = self._here(to)
-        for each in [name for name, outbox in self._outboxes.items() if outbox.is_closed]:
-            del self._outboxes[each]
-        outbox = self._outboxes.setdefault(door, Outbox(here))
-        async with aclosing(outbox.messages()) as messages:
-            async for message in messages:
-                yield message
-
-    async def begin(
-        self, door: str, request: "Request", request_id: str, *, to: str, roll: Roll | None = None
-    ) -> None:
-        """Run a request of a door, of which its ``messages`` tell."""
-        await self._outbox(door, to).begin(request, request_id)
-
-    async def leave(self, door: str, request_id: str, *, to: str, roll: Roll | None = None) -> None:
-        """End a request whose reader has gone."""
-        await self._outbox(door, to).leave(request_id)
-
-    async def note_read(self, door: str, count: int, *, to: str, roll: Roll | None = None) -> None:
-        """Note that a door has read so many more messages."""
-        await self._outbox(door, to).note_read(count)
+        outbox = Outbox(self._here(to))
+        self._outboxes.add(outbox)
+        try:
+            async with aclosing(self._listener.serve(outbox)) as offers:
+                async for offer in offers:
+                    yield offer
+        finally:
+            self._outboxes.discard(outbox)
 
     async def abort(
         self, request_ids: list[str] | None, *, to: str, roll: Roll | None = None
@@ -393,7 +383,7 @@ class ServedReplica:
     async def _end_what_runs(self) -> None:
         await asyncio.sleep(self._shutdown_s)
         await self._here().abort(None)
-        for outbox in list(self._outboxes.values()):  # Serve waits until no call is under way
+        for outbox in list(self._outboxes):  # Serve waits until no call is under way
             await outbox.close()
 
     def _here(self, to: str | None = None) -> "LocalReplica":
@@ -407,15 +397,6 @@ class ServedReplica:
             raise ReplicaRefused(f"replica {to or self.name} is not on Serve's list any more")
         local: LocalReplica = self._local
         return local
-
-    def _outbox(self, door: str, to: str) -> "Outbox":
-        """Return what a door's requests say. Raises: ReplicaRefused where it does not listen."""
-        from quire.fleet.replica import ReplicaRefused
-
-        self._here(to)
-        if door not in self._outboxes:
-            raise ReplicaRefused(f"replica {self.name} has no stream to this door")
-        return self._outboxes[door]
 
     def _reached(self, endpoint: Any) -> Any:
         """Return an endpoint as other machines reach it."""
@@ -473,27 +454,6 @@ class RayCalls:
 
 
 @final
-class RayOutbox:
-    """A replica's ``Outbox`` for this door."""
-
-    def __init__(self, calls: RayCalls) -> None:
-        self._calls = calls
-        self._door = secrets.token_hex(8)
-
-    def messages(self) -> "AsyncGenerator[Message, None]":
-        return self._calls.stream("messages", self._door)
-
-    async def begin(self, request: "Request", request_id: str) -> None:
-        await self._calls.call("begin", self._door, request, request_id)
-
-    async def leave(self, request_id: str) -> None:
-        await self._calls.call("leave", self._door, request_id)
-
-    async def note_read(self, count: int) -> None:
-        await self._calls.call("note_read", self._door, count)
-
-
-@final
 class RayReplica:
     """A replica of Serve's, as a handle of the fleet's. It belongs to the door's event loop.
 
@@ -501,10 +461,11 @@ class RayReplica:
     """
 
     def __init__(self, name: str, handle: Any, roll: Roll) -> None:
+        from quire.fleet.door_connection import ConnectedOutbox
         from quire.fleet.shared_stream import Inbox
 
         self._name, self._calls = name, RayCalls(name, handle, roll)
-        self._inbox = Inbox(name, RayOutbox(self._calls))
+        self._inbox = Inbox(name, ConnectedOutbox(name, partial(self._calls.stream, "connect")))
         self._last: ReplicaReport | None = None
         self._fresh: ReplicaReport | None = None  # that has not been asked for
         self._lost: QuireError | None = None

@@ -3,17 +3,17 @@
 What a step of the replica's engine has generated for a door travels as one message, so that a
 token does not cost one. ``Outbox`` runs a door's requests beside the engine and gathers their
 pieces; ``Inbox`` gives each reader in the door its own. A piece waits for no other one: what is
-there is sent. While the door is behind, messages are rare, and pieces wait at the engine, where
-those of a continuation become one.
+there is sent. While the door is behind, nothing is sent, and pieces wait at the engine, where those
+of a continuation become one.
 
 How messages travel is left to a ``RemoteOutbox``. What is sent can be pickled.
 """
 
 import asyncio
 import pickle
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from typing import Any, Final, Protocol, TypeAlias, final
+from typing import Final, Protocol, TypeAlias, final
 
 from quire.engine.outputs import TextDelta
 from quire.engine.request_tracker import OutputCollector
@@ -25,32 +25,32 @@ from quire.fleet.replica import ReplicaHandle, ReplicaLost, ReplicaRefused, to_s
 Said: TypeAlias = TextDelta | QuireError | None
 Message: TypeAlias = list[tuple[str, Said]]
 
-_MOST_UNREAD: Final = 32  # messages that a door has not told to have read …
-_MOST_OF_A_CALL: Final = 4096  # messages: where calls keep a few bytes of each, until they end
-_GAP_S: Final = 10.0  # between two calls, after which the door is taken to have gone
-_PAUSE_S: Final = 0.05  # … and before each further one: the door may be unable to tell
+_MOST_UNREAD: Final = 32  # messages that a door has not told to have read
 _TOLD_AT: Final = 16  # read messages are told of so many at once
 
 
 class RemoteOutbox(Protocol):
     """A replica's ``Outbox``, as its door reaches it."""
 
-    def messages(self) -> AsyncGenerator[Message, None]:
-        """Yield what is said, an empty message first; after many of them it is to be called anew.
+    async def read(self, take: Callable[[Message], None]) -> None:
+        """Call ``take`` with each message, an empty one first, until the replica says no more.
 
-        Closing it before it ends by itself ends all requests there.
+        Leaving it before ends all requests there. Raises: ReplicaLost.
         """
         ...
 
-    async def begin(self, request: Request, request_id: str) -> None:
-        """Run a request there, and return at once. Raises: ReplicaRefused, ReplicaLost."""
+    def begin(self, request: Request, request_id: str) -> None:
+        """Have a request run there, once the first message has come.
+
+        Raises: RequestError for one that is too large to be sent.
+        """
         ...
 
-    async def leave(self, request_id: str) -> None:
+    def leave(self, request_id: str) -> None:
         """End a request whose reader has gone."""
         ...
 
-    async def note_read(self, count: int) -> None:
+    def note_read(self, count: int) -> None:
         """Tell that so many more messages have been read."""
         ...
 
@@ -69,56 +69,46 @@ class Outbox:
         self._filled, self._has_room = asyncio.Event(), asyncio.Event()
         self._num_unread = 0
         self._is_closed = False
-        self._ending: asyncio.TimerHandle | None = None  # between two calls
 
     async def messages(self) -> AsyncGenerator[Message, None]:
-        """Yield what is said, until ``close`` or until it is to be called anew.
+        """Yield what is said, an empty message first, until ``close``.
 
-        Leaving it ends all requests, and so does not calling it anew.
+        Leaving it before ends all requests.
         """
-        if self._ending is not None:
-            self._ending.cancel()
-            self._ending = None
         self._has_room.set()
         self._filled.set()  # the first message says that it is open
-        num_said = 0
         try:
-            while num_said < _MOST_OF_A_CALL:
+            while True:
                 await self._filled.wait()
                 self._filled.clear()
                 said, self._said = self._said, []
                 if self._is_closed and not said and not self._running:
                     return
-                num_said += 1
                 self._num_unread += 1
                 if self._num_unread >= _MOST_UNREAD and not self._is_closed:
                     self._has_room.clear()
-                    asyncio.get_running_loop().call_later(_PAUSE_S, self._has_room.set)
                 yield said
-            self._ending = asyncio.get_running_loop().call_later(_GAP_S, self._end)
         finally:
-            if self._ending is None:
-                self._end()
+            self.end()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether its requests have ended, or are about to."""
-        return self._is_closed
-
-    async def begin(self, request: Request, request_id: str) -> None:
-        """Run a request, and return at once. Raises: ReplicaRefused once it is closed."""
+    def begin(self, request: Request, request_id: str) -> None:
+        """Run a request. Once it is closed, say that it is refused."""
         if self._is_closed:
-            raise ReplicaRefused(f"replica {self._replica.name} answers this door no longer")
+            name = self._replica.name
+            refused = ReplicaRefused(f"replica {name} answers this door no longer")
+            self._said.append((request_id, refused))
+            self._filled.set()
+            return
         run = self._run(request, request_id)
         self._running[request_id] = asyncio.create_task(run, name="quire-request")
 
-    async def leave(self, request_id: str) -> None:
+    def leave(self, request_id: str) -> None:
         """End a request whose reader has gone."""
         task = self._running.get(request_id)
         if task is not None:
             task.cancel()
 
-    async def note_read(self, count: int) -> None:
+    def note_read(self, count: int) -> None:
         """Note that the door has read so many more messages."""
         self._num_unread = max(0, self._num_unread - count)
         if self._num_unread < _MOST_UNREAD:
@@ -131,7 +121,8 @@ class Outbox:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         self._filled.set()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End all requests: there is no door any more."""
         self._is_closed = True
         for task in self._running.values():
             task.cancel()
@@ -194,10 +185,10 @@ class Inbox:
     def __init__(self, name: str, remote: RemoteOutbox) -> None:
         self._name, self._remote = name, remote
         self._readers: dict[str, _Reader] = {}
+        self._num_read = 0  # messages that the replica has not been told of
         self._lost: Exception | None = None
         self._opened = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._reading = self._spawn(self._read())
+        self._reading = asyncio.create_task(self._read(), name="quire-inbox")
 
     async def generate(
         self, request: Request, *, request_id: str
@@ -206,8 +197,8 @@ class Inbox:
         await self._opened.wait()
         if self._lost is not None:
             raise self._lost
+        self._remote.begin(to_send(request), request_id)
         reader = self._readers[request_id] = _Reader()
-        begun = self._spawn(self._begin(to_send(request), request_id, reader))
         try:
             while True:
                 for delta in await reader.collector.take():
@@ -217,7 +208,7 @@ class Inbox:
         finally:
             del self._readers[request_id]
             if not reader.is_over:
-                self._spawn(self._leave(begun, request_id))
+                self._remote.leave(request_id)
 
     @property
     def lost(self) -> Exception | None:
@@ -226,48 +217,21 @@ class Inbox:
 
     async def close(self) -> None:
         """Read no longer, which ends at the replica what still runs."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
         self._fail(ReplicaLost(f"replica {self._name} is not asked any more"))
-
-    async def _begin(self, request: Request, request_id: str, reader: _Reader) -> None:
-        try:
-            await self._remote.begin(request, request_id)
-        except Exception as error:
-            reader.end(error)
-            OutputCollector.ring([reader.collector])
-
-    async def _leave(self, begun: asyncio.Task[None], request_id: str) -> None:
-        with suppress(Exception):  # what cannot be told has ended, or does with the stream
-            await begun  # so that this does not come there first
-            await self._remote.leave(request_id)
 
     async def _read(self) -> None:
         """Read until the replica says no more."""
-        num_read = 0  # that it has not been told of
         error: Exception = ReplicaLost(f"replica {self._name} says no more")
         try:
-            num_of_call = _MOST_OF_A_CALL
-            while num_of_call == _MOST_OF_A_CALL:
-                num_of_call = 0
-                async with aclosing(self._remote.messages()) as messages:
-                    async for message in messages:
-                        self._opened.set()
-                        self._take(message)
-                        num_of_call, num_read = num_of_call + 1, num_read + 1
-                        if num_read == _TOLD_AT:
-                            self._spawn(self._note_read(num_read))
-                            num_read = 0
+            await self._remote.read(self._take)
         except Exception as raised:
             error = raised
         self._fail(error)
 
-    async def _note_read(self, count: int) -> None:
-        with suppress(Exception):  # the stream says so too
-            await self._remote.note_read(count)
-
     def _take(self, message: Message) -> None:
+        self._opened.set()
         filled = []
         for request_id, said in message:
             reader = self._readers.get(request_id)
@@ -279,6 +243,10 @@ class Inbox:
                 reader.end(_Over() if said is None else said)
             filled.append(reader.collector)
         OutputCollector.ring(filled)
+        self._num_read += 1
+        if self._num_read == _TOLD_AT:
+            self._remote.note_read(self._num_read)
+            self._num_read = 0
 
     def _fail(self, error: Exception) -> None:
         self._lost = self._lost or error
@@ -286,9 +254,3 @@ class Inbox:
         for reader in self._readers.values():
             reader.end(error)
         OutputCollector.ring([each.collector for each in self._readers.values()])
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.create_task(work, name="quire-inbox")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

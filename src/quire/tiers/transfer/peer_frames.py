@@ -32,9 +32,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from select import POLLIN, poll
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from quire.tiers.tier import NAME_BYTES, Deadline, Name, TierError
+from quire.tiers.transfer.frame_tags import TAG_BYTES, FrameTags
+
+if TYPE_CHECKING:
+    from asyncio.trsock import TransportSocket
 
 VERSION = 1
 FIND_AT_ONCE = 1024  # names
@@ -61,7 +65,6 @@ _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-_TAG_BYTES = 16  # of a frame
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _FD_BYTES = array.array("i").itemsize
 
@@ -111,11 +114,10 @@ class PeerConnection:
         self._stream, self.peer = stream, peer
         self.passes_files = stream.family == socket.AF_UNIX
         if not self.passes_files:
-            for level, option, value in _TCP_OPTIONS:
-                stream.setsockopt(level, option, value)
+            set_tcp_options(stream)
         self.is_open = True
-        self._sends: _FrameTags | None = None  # None: frames have no tags
-        self._receives: _FrameTags | None = None
+        self._sends: FrameTags | None = None  # None: frames have no tags
+        self._receives: FrameTags | None = None
 
     def close(self) -> None:
         """Close it, whatever is under way in another thread."""
@@ -138,7 +140,7 @@ class PeerConnection:
 
     def authenticate(self, own_key: bytes, other_key: bytes) -> None:
         """Tag each frame that is sent from now on, and expect tags of those that come."""
-        self._sends, self._receives = _FrameTags(own_key), _FrameTags(other_key)
+        self._sends, self._receives = FrameTags(own_key), FrameTags(other_key)
 
     def wait(self, seconds: float) -> bool:
         """Wait so long for bytes. Return whether some have come, or the end."""
@@ -211,7 +213,7 @@ class PeerConnection:
             body = bytearray(num_bytes)
             self.fill(memoryview(body), deadline)
             if self._receives is not None:
-                tag = bytearray(_TAG_BYTES)
+                tag = bytearray(TAG_BYTES)
                 self.fill(memoryview(tag), deadline)
                 if not hmac.compare_digest(tag, self._receives.next(head + body)):
                     raise self.broken("a frame that was changed on its way")
@@ -323,17 +325,10 @@ class PeerConnection:
         return TierError(f"{self.peer}: out of time")
 
 
-@final
-class _FrameTags:
-    """The tags of one direction's frames, which count them."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key, self._count = key, 0
-
-    def next(self, frame: bytes) -> bytes:
-        data = self._count.to_bytes(8, "little") + frame
-        self._count += 1
-        return hmac.digest(self._key, data, "sha256")[:_TAG_BYTES]
+def set_tcp_options(stream: "socket.socket | TransportSocket") -> None:
+    """Have a connection send at once, and notice a peer that is gone without a word."""
+    for level, option, value in _TCP_OPTIONS:
+        stream.setsockopt(level, option, value)
 
 
 # -- files of memory -------------------------------------------------------------------------------
