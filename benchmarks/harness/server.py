@@ -120,7 +120,8 @@ def _wait_until_open(child: "subprocess.Popen[bytes]", port: int) -> None:
 def post(path: str, body: dict[str, Any], key: str | None = None) -> bytes:
     """A request's bytes."""
     data = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(data)}"]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
+    lines += [f"content-length: {len(data)}"]
     lines += [] if key is None else [f"authorization: Bearer {key}"]
     return "\r\n".join([*lines, "", ""]).encode() + data
 

@@ -62,10 +62,12 @@ class Connecting(Call):
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         listener = DoorListener("127.0.0.1")
-        async with aclosing(listener.serve(Outbox(self._replica))) as offers:
-            async for offer in offers:
-                yield offer
-        await listener.close()
+        try:
+            async with aclosing(listener.serve(Outbox(self._replica))) as offers:
+                async for offer in offers:
+                    yield offer
+        finally:
+            listener.close()
 
 
 class Handle:

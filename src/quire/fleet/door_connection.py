@@ -232,7 +232,7 @@ class DoorListener:
                 connected.result().close()
             outbox.end()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Listen no longer."""
         for stranger in list(self._strangers):
             stranger.close()
