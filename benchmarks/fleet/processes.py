@@ -169,11 +169,11 @@ class ProcessReplica:
 def replicas_of(
     folder: Path, model: str | None, options: Iterable[dict[str, Any]]
 ) -> list[ProcessReplica]:
-    """Start a replica for each of these options, which are beside ``OPTIONS``."""
+    """Start a replica for each of these options, which go before ``OPTIONS``."""
     processors = sorted(os.sched_getaffinity(0))
     return [
         ProcessReplica(
-            folder, f"replica-{n}", processors[n % len(processors)], model, **OPTIONS, **own
+            folder, f"replica-{n}", processors[n % len(processors)], model, **{**OPTIONS, **own}
         )
         for n, own in enumerate(options)
     ]
