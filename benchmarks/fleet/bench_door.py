@@ -11,21 +11,22 @@ import asyncio
 import json
 import os
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Annotated
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
 
-import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.report import WithClaims
-from benchmarks.harness.server import ServerProcess, post, server, wire
+from benchmarks.harness.server import TICK_S, ServerProcess, post, server, wire
 
 NUM_TOKENS = 16
 WARM = 5  # rounds that are not counted
@@ -179,20 +180,28 @@ async def _rates(
 def _cpu_s(way: ServerProcess) -> Counter[str]:
     """Seconds of processors so far, of this process and of those that a server consists of."""
     seconds = Counter[str]()
-    root = psutil.Process(way.pid)
-    for process in (psutil.Process(), root, *root.children(recursive=True)):
-        with suppress(psutil.Error):
-            times = process.cpu_times()
-            seconds[_part(process, root)] += times.user + times.system
+    parents, used_s = dict[int, int](), dict[int, float]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "stat").read_text().rpartition(")")[2].split()
+            pid = int(folder.name)
+            parents[pid], used_s[pid] = int(words[1]), (int(words[11]) + int(words[12])) * TICK_S
+    for pid, own_s in used_s.items():
+        if pid == os.getpid():
+            seconds["client"] += own_s
+        elif pid == way.pid:
+            seconds["server or door"] += own_s
+        elif way.pid in _ancestors(pid, parents):
+            with suppress(OSError):
+                title = (Path("/proc") / str(pid) / "cmdline").read_bytes()
+                seconds["replicas" if b"ServeReplica" in title else "Ray's others"] += own_s
     return seconds
 
 
-def _part(process: psutil.Process, root: psutil.Process) -> str:
-    if process.pid == os.getpid():
-        return "client"
-    if process == root:
-        return "server or door"
-    return "replicas" if "ServeReplica" in " ".join(process.cmdline()) else "Ray's others"
+def _ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:
+    while (parent := parents.get(pid)) is not None:
+        yield parent
+        pid = parent
 
 
 if __name__ == "__main__":

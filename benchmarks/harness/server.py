@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _COMMAND = "from quire.cli import main; main()"
 
 
@@ -39,7 +39,7 @@ class ServerProcess:
     def cpu_s(self) -> float:
         """Seconds on any processor so far."""
         fields = (Path("/proc") / str(self.pid) / "stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) * _TICK_S
+        return (int(fields[11]) + int(fields[12])) * TICK_S
 
 
 @contextmanager
