@@ -10,7 +10,7 @@ process asks over loopback, on the same processors. Needs ``quire[fleet]``.
 import asyncio
 import json
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -60,7 +60,7 @@ def main(
         server(*_FLAGS, *one_thread, command="fleet") as fleet,
     ):
         times = asyncio.run(_first_bytes(alone.port, fleet.port, rounds))
-        used: dict[str, Counter[str]] = {"serve": Counter(), "fleet": Counter()}
+        used: dict[str, dict[str, float]] = {"serve": {}, "fleet": {}}
         rates = asyncio.run(_rates({"serve": alone, "fleet": fleet}, at_once, each, used))
     console, claims = Console(), []
     table = Table(title=f"{rounds} rounds, {NUM_TOKENS} tokens each, ms", title_justify="left")
@@ -103,7 +103,7 @@ def main(
     )
     used_ms = {
         name: {part: 1e3 * seconds / (len(rates[name]) * at_once * each) for part, seconds in own}
-        for name, own in ((name, parts.most_common()) for name, parts in used.items())
+        for name, own in ((name, parts.items()) for name, parts in used.items())
     }
     for name, own in used_ms.items():
         parts = ", ".join(f"{part} {value:.2f}" for part, value in own.items())
@@ -152,7 +152,7 @@ async def _first_bytes(alone: int, fleet: int, rounds: int) -> dict[str, list[tu
 
 
 async def _rates(
-    ways: dict[str, ServerProcess], at_once: int, each: int, used: dict[str, Counter[str]]
+    ways: dict[str, ServerProcess], at_once: int, each: int, used: dict[str, dict[str, float]]
 ) -> dict[str, list[float]]:
     """Requests a second, of rounds that take turns; each client has a prompt of its own.
 
@@ -171,15 +171,15 @@ async def _rates(
             await asyncio.gather(*(client(way.port, number) for number in range(at_once)))
             if turn:
                 rates[name].append(at_once * each / (perf_counter() - begun_s))
-                after = _cpu_s(way)
-                after.subtract(before)
-                used[name].update(after)
+                for part, after_s in _cpu_s(way).items():
+                    own_s = after_s - before.get(part, 0.0)
+                    used[name][part] = used[name].get(part, 0.0) + own_s
     return rates
 
 
-def _cpu_s(way: ServerProcess) -> Counter[str]:
+def _cpu_s(way: ServerProcess) -> dict[str, float]:
     """Seconds of processors so far, of this process and of those that a server consists of."""
-    seconds = Counter[str]()
+    seconds = defaultdict[str, float](float)
     parents, used_s = dict[int, int](), dict[int, float]()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
