@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from quire.cli.compare import said_of_texts
 from quire.memory import by_device
 from quire.memory.budget import BUDGETS
 from quire.memory.cuda import CudaMemory
+from quire.version import VERSION
 from seers import seer
 
 PICTURE = Path(__file__).parents[2] / "docs" / "assets" / "memory-page.png"
@@ -72,7 +72,7 @@ def test_the_version_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert quire(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"quire {version('quire')}\n"
+    assert capsys.readouterr().out == f"quire {VERSION}\n"
     assert quire(monkeypatch, "plan", "-h") == 0
     assert "--max-model-len" in capsys.readouterr().out
 

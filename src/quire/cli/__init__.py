@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from quire.errors import QuireError
 from quire.server.stop import StopSignals
+from quire.version import VERSION
 
 # The first line of each command's help. The command is in the module ``quire.cli.<name>``.
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -156,9 +157,7 @@ def _say(error: str) -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version  # importing it takes as long as all of --help
-
-        typer.echo(f"quire {version('quire')}")
+        typer.echo(f"quire {VERSION}")
         raise typer.Exit
 
 
