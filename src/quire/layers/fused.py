@@ -429,7 +429,9 @@ class Rotations:
     def find(self, module: nn.Module) -> FusedModule | None:
         """Find a stand-in for a layer whose code calls that function by its name."""
         forward = type(module).forward
-        inner = inspect.unwrap(forward)  # Transformers decorates what renames an argument
+        if not isinstance(forward, FunctionType):
+            return None
+        inner = inspect.unwrap(forward)  # Transformers decorates one whose argument it renames
         if not isinstance(inner, FunctionType) or ROTARY not in inner.__code__.co_names:
             return None
         own = inner.__globals__.get(ROTARY)
@@ -471,23 +473,24 @@ def _with(function: FunctionType, others: dict[str, Any]) -> FunctionType | None
     """
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
-        names, closure = _RotationNames(function.__globals__, others), function.__closure__
-    else:
-        cells = function.__closure__ if isinstance(function, FunctionType) else None
-        made = _with(inner, others) if isinstance(inner, FunctionType) else None
-        if made is None or not any(_holds(cell, inner) for cell in cells or ()):
-            return None
-        closure = tuple(CellType(made) if _holds(cell, inner) else cell for cell in cells or ())
-        names = function.__globals__
-    twin = FunctionType(
-        function.__code__,
-        names,
-        function.__name__,
-        function.__defaults__,
-        closure,
-    )
-    twin.__kwdefaults__ = function.__kwdefaults__
+        names = _RotationNames(function.__globals__, others)
+        return _twin(function, names, function.__closure__)
+    made = _with(inner, others) if isinstance(inner, FunctionType) else None
+    cells = function.__closure__ or ()
+    if made is None or not any(_holds(cell, inner) for cell in cells):
+        return None
+    within = tuple(CellType(made) if _holds(cell, inner) else cell for cell in cells)
+    twin = _twin(function, function.__globals__, within)
+    twin.__dict__["__wrapped__"] = made  # which its signature is read from
     return twin
+
+
+def _twin(
+    function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None
+) -> FunctionType:
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def _holds(cell: CellType, function: FunctionType) -> bool:
