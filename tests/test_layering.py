@@ -78,8 +78,8 @@ MAY_IMPORT = {
     " http planner",
     "compare": "errors units config spec kv models sampling_params engine.sequence engine figures",
     "cli": "errors version units traces config spec memory kv tiers models sampling_params"
-    " engine.sequence engine planner server figures compare bench http engine.kv_sizing devices fleet"
-    " fleet.prefix_directory",
+    " engine.sequence engine planner server figures compare bench http engine.kv_sizing devices"
+    " fleet fleet.prefix_directory",
     "__main__": "cli",
 }
 

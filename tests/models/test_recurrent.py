@@ -6,9 +6,9 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from math import inf
 from pathlib import Path
-from functools import wraps
 from typing import Any
 
 import pytest
