@@ -122,4 +122,4 @@ def _attend(
             scores = torch.cat([scores, sink], 2)
         weights = scores.softmax(-1)[..., : k.shape[1]]
         result = (weights @ v.float()).to(q.dtype)
-    return result.view(heads, num_queries, -1).transpose(0, 1)
+    return result.reshape(heads, num_queries, -1).transpose(0, 1)

@@ -80,6 +80,18 @@ def walk_of(  # noqa: PLR0913
     return start, stop, tl.maximum(tl.cdiv(steps, num_splits), LEAST) * TOKENS
 
 
+# -- addresses -------------------------------------------------------------------------------------
+
+# A cache's memory is given as an address and not as a tensor. Triton asks the driver about each
+# tensor's first byte, and is refused where nothing is mapped there yet.
+
+
+@triton.jit
+def elements_at(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Point to elements at an address, a multiple of ALIGNED bytes."""
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNED)
+
+
 # -- elements --------------------------------------------------------------------------------------
 
 # What the kernels multiply: elements as they are kept, made factors of a product, and rounded.
@@ -162,12 +174,14 @@ def to_fp8(x):
 
 @triton.jit(  # what differs from step to step is never a reason to compile again
     do_not_specialize=[
+        "k", "v", "k_scale", "v_scale",
         "table_seq", "num_seqs", "num_tiles", "num_queries", "num_splits", "above", "upto", "reach",
     ],
     do_not_specialize_on_alignment=["query_starts", "context_lens", "tables", "sinks"],
 )  # fmt: skip
 def attend(  # noqa: C901, PLR0913, PLR0915
-    out, part_out, part_max, part_sum, q, k, v, k_scale, v_scale, sinks,
+    out, part_out, part_max, part_sum, q,
+    k: tl.int64, v: tl.int64, k_scale: tl.int64, v_scale: tl.int64, sinks,
     query_starts, context_lens, tables,
     out_token, out_head, q_token, q_head,
     k_row, k_head, k_token, k_dim, v_row, v_head, v_token, v_dim,
@@ -176,6 +190,7 @@ def attend(  # noqa: C901, PLR0913, PLR0915
     scale, cap_in, cap_out,
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, SHARING: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_ROOM: tl.constexpr, VALUE_ROOM: tl.constexpr,
+    STORED: tl.constexpr, ALIGNED: tl.constexpr,
     READS: tl.constexpr, LATENT: tl.constexpr, KEPT: tl.constexpr, CAPPED: tl.constexpr,
     SHORT_RANGE: tl.constexpr, SINKS: tl.constexpr, SEVERAL: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, LEAST: tl.constexpr,
@@ -228,11 +243,11 @@ def attend(  # noqa: C901, PLR0913, PLR0915
         turned = wide(tl.load(from_q + KEY + value_at[None, :], mask, 0.0), EMULATED)
         turned = factor(turned, DTYPE, EMULATED)
 
-    k += kv_head.to(tl.int64) * k_head
-    v += kv_head.to(tl.int64) * v_head
+    keys_at = elements_at(k, STORED, ALIGNED) + kv_head.to(tl.int64) * k_head
+    values_at = elements_at(v, STORED, ALIGNED) + kv_head.to(tl.int64) * v_head
     if KEPT == "int8":
-        k_scale += kv_head.to(tl.int64) * scale_head
-        v_scale += kv_head.to(tl.int64) * scale_head
+        key_scales_at = elements_at(k_scale, tl.float32, 4) + kv_head.to(tl.int64) * scale_head
+        value_scales_at = elements_at(v_scale, tl.float32, 4) + kv_head.to(tl.int64) * scale_head
     table = tables + seq.to(tl.int64) * table_seq
     if BLOCK == 0:  # a range: the table's one entry is where it begins
         range_start = tl.load(table).to(tl.int64)
@@ -252,15 +267,15 @@ def attend(  # noqa: C901, PLR0913, PLR0915
 
         key_mask = live[:, None] & (key_at < KEY)[None, :]
         value_mask = live[:, None] & (value_at < VALUE)[None, :]
-        from_k = k + (place * k_row + inside * k_token)[:, None] + key_at[None, :] * k_dim
-        from_v = v + (place * v_row + inside * v_token)[:, None] + value_at[None, :] * v_dim
+        from_k = keys_at + (place * k_row + inside * k_token)[:, None] + key_at[None, :] * k_dim
+        from_v = values_at + (place * v_row + inside * v_token)[:, None] + value_at[None, :] * v_dim
         keys = stored_factor(tl.load(from_k, key_mask, 0), KEPT, DTYPE, FP8_CONVERTS, EMULATED)
         values = stored_factor(tl.load(from_v, value_mask, 0), KEPT, DTYPE, FP8_CONVERTS, EMULATED)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if KEPT == "int8":
             of_scale = place * scale_row + inside * scale_token
-            key_scale = tl.load(k_scale + of_scale, live, 0.0)
-            value_scale = tl.load(v_scale + of_scale, live, 0.0)
+            key_scale = tl.load(key_scales_at + of_scale, live, 0.0)
+            value_scale = tl.load(value_scales_at + of_scale, live, 0.0)
             scores = scores * key_scale[None, :]
         if LATENT:
             rotary = tl.dot(turned, tl.trans(values), input_precision="ieee")
@@ -388,14 +403,17 @@ def join(  # noqa: PLR0913
 # must not be fused for that). A token with the slot -1 is kept nowhere.
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(
+    do_not_specialize=["k", "v", "k_scale", "v_scale"], do_not_specialize_on_alignment=["slots"]
+)
 def write(  # noqa: PLR0913
-    slots, from_k, from_v, k, v, k_scale, v_scale,
+    slots, from_k, from_v, k: tl.int64, v: tl.int64, k_scale: tl.int64, v_scale: tl.int64,
     from_k_token, from_k_head, from_v_token, from_v_head,
     k_row, k_head, k_token, k_dim, v_row, v_head, v_token, v_dim,
     scale_row, scale_head, scale_token,
     PER_ROW: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_ROOM: tl.constexpr, VALUE_ROOM: tl.constexpr,
+    STORED: tl.constexpr, ALIGNED: tl.constexpr,
     KEPT: tl.constexpr, FP8_CONVERTS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """Write the key and the value of a token, for some heads, into its slot."""
@@ -411,13 +429,15 @@ def write(  # noqa: PLR0913
     at = tl.arange(0, KEY_ROOM)[None, :]
     mask = own[:, None] & (at < KEY)
     x = tl.load(from_k + token * from_k_token + head[:, None] * from_k_head + at, mask, 0.0)
-    to = k + row * k_row + inside * k_token + head[:, None] * k_head + at * k_dim
+    to = elements_at(k, STORED, ALIGNED)
+    to += row * k_row + inside * k_token + head[:, None] * k_head + at * k_dim
     _store(to, k_scale, scale_at, x, own, mask, KEPT, FP8_CONVERTS, EMULATED)
 
     at = tl.arange(0, VALUE_ROOM)[None, :]
     mask = own[:, None] & (at < VALUE)
     x = tl.load(from_v + token * from_v_token + head[:, None] * from_v_head + at, mask, 0.0)
-    to = v + row * v_row + inside * v_token + head[:, None] * v_head + at * v_dim
+    to = elements_at(v, STORED, ALIGNED)
+    to += row * v_row + inside * v_token + head[:, None] * v_head + at * v_dim
     _store(to, v_scale, scale_at, x, own, mask, KEPT, FP8_CONVERTS, EMULATED)
 
 
@@ -433,7 +453,8 @@ def _store(  # noqa: PLR0913
         magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         largest = tl.max(magnitude, 1).to(tl.float32, bitcast=True)
         most = tl.full(largest.shape, 127.0, tl.float32)
-        tl.store(scales + scale_at, tl.div_rn(largest, most), own)
+        to_scales = elements_at(scales, tl.float32, 4) + scale_at
+        tl.store(to_scales, tl.div_rn(largest, most), own)
         y = x * tl.div_rn(most, largest)[:, None]
         y = tl.where(y == y, y, 0.0)
         y = tl.minimum(tl.maximum(y, -127.0), 127.0)
@@ -456,19 +477,24 @@ def _store(  # noqa: PLR0913
 # nowhere, so that nothing has to lie behind it.
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def take(out, held, slots, held_row, length, ELEMENTS: tl.constexpr):
+@triton.jit(do_not_specialize=["held"], do_not_specialize_on_alignment=["slots"])
+def take(  # noqa: PLR0913
+    out, held: tl.int64, slots, held_row, length, ELEMENTS: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Copy a part of the row of a slot out."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     at = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     there = tl.where(slot < 0, 0, length)
-    x = tl.load(held + slot * held_row + at, at < there, 0)
+    from_row = elements_at(held, out.dtype.element_ty, ALIGNED) + slot * held_row
+    x = tl.load(from_row + at, at < there, 0)
     tl.store(out + row * length + at, x, at < length)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def put(held, new, slots, held_row, length, ELEMENTS: tl.constexpr):
+@triton.jit(do_not_specialize=["held"], do_not_specialize_on_alignment=["slots"])
+def put(  # noqa: PLR0913
+    held: tl.int64, new, slots, held_row, length, ELEMENTS: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Copy a part of a row into its slot."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -477,4 +503,5 @@ def put(held, new, slots, held_row, length, ELEMENTS: tl.constexpr):
     at = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     own = at < length
     x = tl.load(new + row * length + at, own)
-    tl.store(held + slot * held_row + at, x, own)
+    to_row = elements_at(held, new.dtype.element_ty, ALIGNED) + slot * held_row
+    tl.store(to_row + at, x, own)

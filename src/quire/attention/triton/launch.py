@@ -4,9 +4,11 @@ The table has reasons and no measurements: decision 38.
 """
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from quire.attention.gather import query_sharing
@@ -262,3 +264,33 @@ def kept_as(dtype: torch.dtype) -> str:
     if dtype == torch.float8_e4m3fn:
         return "fp8"
     raise ValueError(f"there is no kernel for {dtype}")
+
+
+# -- addresses -------------------------------------------------------------------------------------
+
+# How a kernel is told where a cache's entries lie: see ``kernels.elements_at``.
+
+ELEMENTS = MappingProxyType(
+    {
+        torch.float32: tl.float32,
+        torch.float16: tl.float16,
+        torch.bfloat16: tl.bfloat16,
+        torch.int8: tl.int8,
+        torch.float8_e4m3fn: tl.uint8,  # codes
+        torch.uint8: tl.uint8,
+    }
+)
+_WIDEST_ACCESS = 16  # bytes of a load or a store
+
+
+def address_of(x: Tensor | None) -> int:
+    """Return the address of the first element; 0 of what is not there."""
+    return 0 if x is None else x.data_ptr()
+
+
+def alignment_of(*tensors: Tensor) -> int:
+    """Return a power of two in bytes, up to what one access takes, that divides each address."""
+    together = _WIDEST_ACCESS
+    for x in tensors:
+        together |= x.data_ptr()
+    return together & -together
