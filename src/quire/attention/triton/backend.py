@@ -180,7 +180,7 @@ class TritonAttention(AttentionBackend):
         if shape.reads != "full":
             num_tokens = min(num_tokens, shape.reach + queries + tile.tokens)
         several = serves[0] > 0
-        each = tiles.MANY_PER_PROCESSOR if several else tiles.FEW_PER_PROCESSOR
+        each = tiles.MANY_PROGRAMS if several else ceil_div(tiles.FEW_WARPS, tile.num_warps)
         programs = num_tiles * shape.kv_heads * parts
         return _Call(
             tile=tile,

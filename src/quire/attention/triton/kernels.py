@@ -267,11 +267,7 @@ def step(  # noqa: C901, PLR0913, PLR0915
 @triton.jit
 def load_wide(place, at, WIDTH: tl.constexpr, ROOM: tl.constexpr):
     """Load entries of a width that need not fill its room."""
-    if WIDTH == ROOM:
-        x = tl.load(place)
-    else:
-        x = tl.load(place, (at < WIDTH)[None, :], 0)
-    return x
+    return tl.load(place) if WIDTH == ROOM else tl.load(place, (at < WIDTH)[None, :], 0)
 
 
 @triton.jit(  # what differs from step to step is never a reason to compile again
