@@ -29,7 +29,8 @@ class Part:
 
 ENVIRONMENT = "environment"
 _TESTS = ("torch", "numpy", "pytest", "hypothesis")
-_ENGINES = (*_TESTS, "transformers")
+_QUIRE = ("torch", "numpy", "transformers", "safetensors", "msgspec", "xxhash")
+_ENGINES = (*_TESTS, *_QUIRE)
 PARTS: Mapping[str, Part] = MappingProxyType(
     {
         ENVIRONMENT: Part(limit_s=150, quiet_s=120, needs=()),
@@ -51,7 +52,12 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             files=("conformance/test_attention.py", "conformance/test_attention_gpu.py"),
             shards=6,
         ),
-        "engine": Part(limit_s=120, needs=_ENGINES, files=("engine/test_on_device.py",)),
+        "engine": Part(
+            limit_s=200,
+            quiet_s=140,  # FlashInfer compiles
+            needs=_ENGINES,
+            files=("engine/test_on_device.py",),
+        ),
         "graphs": Part(limit_s=120, needs=_ENGINES, files=("devices/test_graphs_on_gpu.py",)),
         "sampling": Part(
             limit_s=120,
@@ -67,7 +73,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         ),
         "decode": Part(limit_s=120, quiet_s=120),
         "prefill": Part(limit_s=120, quiet_s=120),
-        "throughput": Part(limit_s=180, quiet_s=180, needs=("torch", "numpy", "transformers")),
+        "throughput": Part(limit_s=300, quiet_s=180, needs=_QUIRE),
         "layouts": Part(limit_s=90, quiet_s=90),
         "growing": Part(limit_s=60),
         "bytes": Part(limit_s=60),
