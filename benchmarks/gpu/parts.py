@@ -18,6 +18,7 @@ class Part:
     limit_s: float  # for all of it
     quiet_s: float = 60.0  # without a line of output, after which it hangs: a test, and its start
     files: tuple[str, ...] = ()  # below tests/; without any, it measures
+    select: str = ""  # by names, as pytest's -k
     needs: tuple[str, ...] = ("torch", "numpy")
     full: bool = True  # also what is otherwise sampled
     shards: int = 1  # processes that share its tests: a compiler uses one core
@@ -50,6 +51,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             quiet_s=150,  # one compiles what others wait for
             needs=_TESTS,
             files=("conformance/test_attention.py", "conformance/test_attention_gpu.py"),
+            select="not flashinfer",
             shards=6,
         ),
         "engine": Part(
@@ -74,6 +76,14 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "decode": Part(limit_s=120, quiet_s=120),
         "prefill": Part(limit_s=120, quiet_s=120),
         "throughput": Part(limit_s=300, quiet_s=180, needs=_QUIRE),
+        "flashinfer": Part(
+            limit_s=420,
+            quiet_s=300,  # it compiles a kernel for each width and dtype, a minute each
+            needs=_TESTS,
+            files=("conformance/test_attention_gpu.py",),
+            select="flashinfer",
+            shards=8,
+        ),
         "layouts": Part(limit_s=90, quiet_s=90),
         "growing": Part(limit_s=60),
         "bytes": Part(limit_s=60),

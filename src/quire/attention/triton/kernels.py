@@ -88,7 +88,7 @@ def walk_of(  # noqa: PLR0913
 
 @triton.jit
 def elements_at(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Point to elements at an address, a multiple of ALIGNED bytes."""
+    """Make a pointer to elements of an address, a multiple of ALIGNED bytes."""
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNED)
 
 

@@ -289,7 +289,7 @@ _WIDEST_ACCESS = 16  # bytes of a load or a store
 
 
 def address_of(x: Tensor | None) -> int:
-    """Return the address of the first element; 0 of what is not there."""
+    """Return the address of the first element of a tensor of any shape; 0 of what is not there."""
     return 0 if x is None else x.data_ptr()
 
 
