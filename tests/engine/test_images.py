@@ -1,6 +1,8 @@
 """Images in prompts: generate()'s own tokens, whatever is cut, shared or interrupted."""
 
 import asyncio
+import base64
+import io
 from functools import cache as once
 from inspect import signature
 from pathlib import Path
@@ -212,6 +214,63 @@ def test_a_folder_brings_its_processor(tmp_path: Path) -> None:
         assert texts(llm, prompts("llava")) == expected("llava")
 
 
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %} {{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %} <image>{% else %} {{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def test_a_chat_shows_images(llava: LLM) -> None:
+    """Pictures in memory and data: URLs, in one conversation and in several at once."""
+    made = io.BytesIO()
+    Image.fromarray(picture(2)).save(made, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(made.getvalue()).decode()}"
+    several = [
+        {"type": "image_pil", "image_pil": picture(1)},
+        {"type": "text", "text": "w3"},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    messages = [{"role": "system", "content": "w1"}, {"role": "user", "content": several}]
+    said = own("llava", shown("llava", "w1 @ w3 @", picture(1), picture(2)))
+    text = [{"role": "user", "content": "w1 w2"}]
+    [first, second] = llava.chat([messages, text], GREEDY, chat_template=TEMPLATE)
+    assert list(first.choices[0].token_ids) == said
+    assert len(second.prompt_token_ids) == 2
+    [again] = llava.chat(messages, GREEDY, chat_template=TEMPLATE)
+    assert list(again.choices[0].token_ids) == said
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image_pil", "image_pil": 3}, "not int"),
+        ({"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}, "give it as data"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "be read"),
+        ({"type": "text", "text": "<image>"}, None),
+    ],
+)
+def test_what_a_chat_cannot_show(llava: LLM, part: Any, reason: str | None) -> None:
+    messages = [{"role": "user", "content": [part]}]
+    if reason is None:  # a placeholder without an image is a token
+        assert llava.chat(messages, GREEDY, chat_template=TEMPLATE)
+        return
+    with pytest.raises(RequestError, match=reason):
+        llava.chat(messages, GREEDY, chat_template=TEMPLATE)
+
+
+def test_a_prompt_has_as_many_images_as_it_may() -> None:
+    with llm_of("llava", limit_mm_per_prompt={"image": 1}) as llm:
+        assert llm.request(shown("llava", "@", picture(1)))
+        with pytest.raises(RequestError, match=r"has 2 images, and may have 1 \(limit_mm_per_prom"):
+            llm.request(shown("llava", "@ @", picture(1), picture(2)))
+    with (
+        llm_of("llava", limit_mm_per_prompt={"image": 0}) as llm,
+        pytest.raises(RequestError, match="takes no images: limit_mm_per_prompt has none"),
+    ):
+        llm.request(shown("llava", "@", picture(1)))
+
+
 # -- the prefix cache ------------------------------------------------------------------------------
 
 
@@ -233,7 +292,7 @@ def test_another_picture_of_the_same_size_is_never_found(name: str, before: str)
 
 def test_a_picture_has_one_name_in_every_prompt() -> None:
     model, processor = seer("llava_next")
-    vision = Vision.of(adopt(model, processor))
+    vision = Vision.of(adopt(model, processor), 64)
     placeholder = processor.image_token
     alone = vision.read(placeholder, [picture(1)])
     both = vision.read(f"w1 {placeholder} w2 {placeholder}", [picture(2), picture(1)])
