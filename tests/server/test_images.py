@@ -14,7 +14,7 @@ from PIL import Image
 
 from engine.test_images import OPTIONS, own, shown
 from quire import AsyncLLM
-from quire.chat.pictures import open_pictures
+from quire.chat.picture_bounds import open_pictures
 from quire.config import ServerConfig
 from quire.errors import RequestError
 from quire.server.admission_control import MOST_PIXELS_UNDER_WAY, AdmissionControl, Bounds

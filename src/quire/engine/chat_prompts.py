@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
-from quire.chat.pictures import data_of, open_pictures
+from quire.chat.picture_bounds import data_of, open_pictures
 from quire.chat.templates import ChatTemplate, stop_strings
 from quire.chat.token_texts import TokenTexts
 from quire.engine.prompts import Prompt, ShownPrompt

@@ -12,11 +12,12 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Network, ip_address
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias, final
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -29,7 +30,7 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[list[str]]]  # (name, port) 
 Take: TypeAlias = Callable[[int], None]  # counts bytes, and refuses too many
 
 ANY_HOST = "*"
-_PORTS = {"http": 80, "https": 443}
+_PORTS: Mapping[str, int] = MappingProxyType({"http": 80, "https": 443})
 _MOST_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AT_ONCE = 8  # files of one key

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.chat.conversation import ChatInput, ChatPrompt
-from quire.chat.pictures import bad, data_of, open_pictures
+from quire.chat.picture_bounds import bad, data_of, open_pictures
 from quire.engine.prompts import ShownPrompt
 from quire.errors import RequestError
 from quire.server.request_context import RequestContext
