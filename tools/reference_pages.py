@@ -449,7 +449,11 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("parts of a form", "server/wire/form.py", "_MOST_PARTS"),
     ("bytes of a request's first line", "server/connections.py", "_MOST_LINE_BYTES"),
     ("pixels of all images of a request", "chat/picture_bounds.py", "MOST_PIXELS"),
-    ("how often an image's longer side has its shorter one", "chat/picture_bounds.py", "_MOST_OBLONG"),
+    (
+        "how often an image's longer side has its shorter one",
+        "chat/picture_bounds.py",
+        "_MOST_OBLONG",
+    ),
     ("files of one key that are fetched at once", "server/media_files.py", "_AT_ONCE"),
     ("redirects of an address", "server/media_files.py", "_MOST_REDIRECTS"),
     (

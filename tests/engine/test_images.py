@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+from dataclasses import replace
 from functools import cache as once
 from inspect import signature
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.config import EngineConfig
@@ -19,10 +21,12 @@ from quire.engine.kv_budget import kv_ledger
 from quire.engine.runner import ModelRunner
 from quire.errors import RequestError, UnsupportedModel
 from quire.models.executors.image_features import ImageEncoder
-from quire.models.loader import adopt
+from quire.models.loader import adopt, auto_class, load
 from quire.models.vision import Vision, named
 from seers import SEERS, picture, seer
 from tiny import tiny_model
+from zoo.judge_sight import check_sight
+from zoo.sight import tiny_seer
 
 NEW = 8
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
@@ -269,6 +273,26 @@ def test_a_prompt_has_as_many_images_as_it_may() -> None:
         pytest.raises(RequestError, match="takes no images: limit_mm_per_prompt has none"),
     ):
         llm.request(shown("llava", "@", picture(1)))
+
+
+def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    """Where its config has a class for text alone besides."""
+    model, processor = tiny_seer("qwen3_5")
+    model.save_pretrained(tmp_path)
+    processor.tokenizer.save_pretrained(tmp_path)
+    assert auto_class(model.config) is AutoModelForImageTextToText
+    loaded = load(tmp_path)
+    assert type(loaded.model) is type(model)
+    assert named(Vision.of(replace(loaded, processor=processor), 64).read("<image>", [picture(1)]))
+    model.config.architectures = ["Qwen3_5ForCausalLM"]
+    assert auto_class(model.config) is AutoModelForCausalLM
+    model.config.architectures = None
+    assert auto_class(model.config) is AutoModelForCausalLM
+
+
+def test_a_model_may_project_hidden_states_itself() -> None:
+    """As Llama 4 does, whose encoder pools nothing."""
+    assert check_sight("llama4").verdict == "exact"
 
 
 # -- the prefix cache ------------------------------------------------------------------------------
