@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.errors import QuireError
 from seers import SEERS, picture, seer
-from zoo.finding import Finding, one_line
+from zoo.finding import ANOTHER_WAY, Finding, one_line
 from zoo.sight import seeing_class, tiny_seer
 
 _NEW = 8
@@ -26,11 +26,7 @@ def check_sight(model_type: str) -> Finding:
     own = seeing_class(model_type)
     found = Finding(model_type=model_type, class_name=own.__name__)
     if "mm_encoder_outputs" not in signature(own.forward).parameters:
-        found.verdict = "refused"
-        found.reason = (
-            "its forward has no `mm_encoder_outputs`: its images go another way (an encoder that "
-            "the text attends to, or code of its own); it was not run"
-        )
+        found.verdict, found.reason = "refused", ANOTHER_WAY
         return found
     try:
         model, processor = seer(model_type) if model_type in SEERS else tiny_seer(model_type)

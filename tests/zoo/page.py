@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import transformers
 
-from zoo.finding import Finding
+from zoo.finding import ANOTHER_WAY, Finding
 from zoo.sizes import ENCODERS, HALVES
 
 SIGHT_COMMAND = "python tools/model_matrix.py --sight --write"
@@ -35,19 +35,22 @@ This page is made by `{command}`. Do not edit it.
 def sight_page(findings: Iterable[Finding]) -> str:
     """All of the page of models that see."""
     several = sorted(findings, key=lambda found: found.model_type)
-    run = [found for found in several if found.generates]
+    judged = [found for found in several if found.generates]
+    run = [found for found in judged if found.reason != ANOTHER_WAY]
     exact = [found for found in run if found.verdict == "exact"]
-    tried = [found for found in run if found.way or found.verdict != "refused"]
-    rest = [found for found in run if found.verdict != "exact"]
+    rest = [found for found in judged if found.verdict != "exact"]
     lines = [f"{_NAMES} how it runs |", _rule(3)]
     lines += [f"{_name(f)} {f.way} |" for f in exact]
     refused = [f"{_NAMES} why |", _rule(3), *(f"{_name(f)} {_cell(f.reason)} |" for f in rest)]
     return "\n".join(
         [
             _SIGHT_INTRO.format(version=transformers.__version__, command=SIGHT_COMMAND),
-            *_not_refused(tried),
-            f"{len(several)} classes; {len(exact)} exact, {100 * len(exact) / len(run):.0f} % of "
-            f"the {len(run)} that `generate` runs.\n",
+            *_not_refused(run),
+            f"{len(several)} classes. `generate` ran {len(run)} with pictures here, and "
+            f"{len(exact)} of these are exact ({100 * len(exact) / len(run):.0f} %). "
+            f"{len(judged) - len(run)} more were not run, for no features can be handed to them: "
+            f"with these it is {100 * len(exact) / len(judged):.0f} %. "
+            f"{len(several) - len(judged)} are not judged.\n",
             "## Exact\n",
             "\n".join([*lines, ""]),
             "## Not exact\n",

@@ -60,7 +60,11 @@ _AXES: _Sizes = dict(
         rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
     )
 )
+_WINDOWS: _Sizes = dict(vision_config=dict(window_size=2))
 OWN: dict[str, _Sizes] = {
+    "deepseek_vl_hybrid": dict(high_res_vision_config=dict(window_size=2)),
+    "got_ocr2": _WINDOWS,
+    "pp_chart2table": _WINDOWS,
     "aria": dict(projector_patch_to_query_dict={4: 4}),
     "exaone4_5": dict(text_config=dict(model_type="exaone4")),
     "glm4v_moe": dict(text_config=_SMALL_AXES),
