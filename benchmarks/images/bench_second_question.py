@@ -91,7 +91,7 @@ def first_byte_s(llm: LLM, picture: Any, question: str) -> tuple[float, int, int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--layers", type=int, default=27, help="of the tower; so400m has 27")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
