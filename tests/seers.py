@@ -87,7 +87,8 @@ _TILES: dict[str, Any] = dict(image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]
 
 
 @once
-def _tokenizer() -> Any:
+def word_tokenizer() -> Any:
+    """A token a word; one for all models."""
     words = [*_SPECIAL, *(f"w{i}" for i in range(VOCAB - len(_SPECIAL)))]
     model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     tokenizer = Tokenizer(model)
@@ -111,8 +112,9 @@ def _tokenizer() -> Any:
     )
 
 
-def _id(word: str) -> int:
-    found: int = _tokenizer().convert_tokens_to_ids(word)
+def token_id(word: str) -> int:
+    """Of a word."""
+    found: int = word_tokenizer().convert_tokens_to_ids(word)
     return found
 
 
@@ -122,7 +124,7 @@ class PlainProcessor:
     def __init__(
         self, image_processor: Any, image_token: str, around: tuple[str, str, str] = ("", "", "")
     ) -> None:
-        self.image_processor, self.tokenizer = image_processor, _tokenizer()
+        self.image_processor, self.tokenizer = image_processor, word_tokenizer()
         self.image_token, self._around = image_token, around
         self.model: Any = None  # whose encoder counts
 
@@ -154,13 +156,13 @@ def _llava_kind(
     config = config_class(
         vision_config=CLIPVisionConfig(**_SIGHT),
         text_config=LlamaConfig(**_TEXT),
-        image_token_index=_id("<image>"),
+        image_token_index=token_id("<image>"),
         vision_feature_layer=-1,
         **tiles,
     )
     return config, processor_class(
         picture_class(**_CROP, **tiles),
-        _tokenizer(),
+        word_tokenizer(),
         patch_size=14,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
@@ -179,8 +181,8 @@ def _onevision() -> tuple[Any, Any]:
     config = LlavaOnevisionConfig(
         vision_config=SiglipVisionConfig(**_SIGHT),
         text_config=LlamaConfig(**_TEXT),
-        image_token_index=_id("<image>"),
-        video_token_index=_id("<video>"),
+        image_token_index=token_id("<image>"),
+        video_token_index=token_id("<video>"),
         vision_feature_layer=-1,
         **_TILES,
     )
@@ -192,12 +194,12 @@ def _idefics3() -> tuple[Any, Any]:
     config = Idefics3Config(
         vision_config=dict(_SIGHT),
         text_config=LlamaConfig(**_TEXT),
-        image_token_id=_id("<image>"),
+        image_token_id=token_id("<image>"),
         scale_factor=2,
     )
     return config, Idefics3Processor(
         Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
-        _tokenizer(),
+        word_tokenizer(),
         image_seq_len=1,
     )
 
@@ -206,7 +208,7 @@ def _mistral3() -> tuple[Any, Any]:
     config = Mistral3Config(
         vision_config=PixtralVisionConfig(**{**_SIGHT, "image_size": 112}, head_dim=16),
         text_config=MistralConfig(**_TEXT, sliding_window=None),
-        image_token_index=_id("[IMG]"),
+        image_token_index=token_id("[IMG]"),
         vision_feature_layer=-1,
     )
     pictures = PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=28)
@@ -218,7 +220,7 @@ def _internvl() -> tuple[Any, Any]:
     config = InternVLConfig(
         vision_config=InternVLVisionConfig(**sight),
         text_config=LlamaConfig(**_TEXT),
-        image_token_id=_id("<IMG_CONTEXT>"),
+        image_token_id=token_id("<IMG_CONTEXT>"),
         image_seq_length=1,
     )
     size = {"height": 56, "width": 56}
@@ -236,24 +238,24 @@ def _gemma3() -> tuple[Any, Any]:
             layer_types=["sliding_attention", "full_attention"],
         ),
         mm_tokens_per_image=4,
-        image_token_index=_id("<image>"),
-        boi_token_index=_id("<boi>"),
-        eoi_token_index=_id("<eoi>"),
+        image_token_index=token_id("<image>"),
+        boi_token_index=token_id("<boi>"),
+        eoi_token_index=token_id("<eoi>"),
     )
     pictures = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
-    return config, Gemma3Processor(pictures, _tokenizer(), image_seq_length=4)
+    return config, Gemma3Processor(pictures, word_tokenizer(), image_seq_length=4)
 
 
 def _paligemma() -> tuple[Any, Any]:
     config = PaliGemmaConfig(
         vision_config=SiglipVisionConfig(**_SIGHT, projection_dim=64),
         text_config=GemmaConfig(**_TEXT),
-        image_token_index=_id("<image>"),
+        image_token_index=token_id("<image>"),
         projection_dim=64,
     )
     pictures = SiglipImageProcessorPil(size=_PIXELS)
     pictures.image_seq_length = 4
-    return config, PaliGemmaProcessor(pictures, _tokenizer())
+    return config, PaliGemmaProcessor(pictures, word_tokenizer())
 
 
 def _qwen(config_class: Any, sight: dict[str, Any]) -> tuple[Any, Any]:
@@ -263,10 +265,10 @@ def _qwen(config_class: Any, sight: dict[str, Any]) -> tuple[Any, Any]:
             **_TEXT,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
         ),
-        image_token_id=_id("<|image_pad|>"),
-        video_token_id=_id("<|video_pad|>"),
-        vision_start_token_id=_id("<|vision_start|>"),
-        vision_end_token_id=_id("<|vision_end|>"),
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
     )
     size = {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}
     pictures = Qwen2VLImageProcessorPil(

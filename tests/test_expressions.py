@@ -37,6 +37,8 @@ SEEDS: dict[str | bytes, str] = {
     r"\{(\w+)(?::\w+)?\}": "/a/{name:path}",
     r"\w+": "ab 1",
     r"data:image/[a-z0-9.+-]{1,32};base64,": "data:image/png;base64,",
+    r"(https?|data|file):": "https:",
+    r"\*|[a-zA-Z0-9_.-]+(:[0-9]{1,5})?": "a-b.c:1234",
     # the command line, the environment, files
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f]": "\x00\x1f",
     r"\d{1,4}(\.\d+)?": "12.5",

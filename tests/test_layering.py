@@ -55,8 +55,9 @@ MAY_IMPORT = {
     "engine.event_format": "spec kv",
     "engine.core": "errors units engine.sequence engine.step_plan engine.scheduling"
     " engine.scheduler engine.interfaces",
+    "chat": "errors units sampling_params",
     "engine": "errors units config spec memory kv tiers attention models devices"
-    " sampling_params"
+    " sampling_params chat"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.detokenizer engine.kv_sizing engine.kv_cache"
     " engine.sampling engine.structured engine.transfer engine.offloading engine.event_format",
@@ -67,7 +68,6 @@ MAY_IMPORT = {
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.kv_sizing figures engine.event_format"
     " fleet.prefix_directory fleet.placement",
-    "chat": "errors units sampling_params",
     "server": "errors version units traces config spec kv tiers sampling_params engine.sequence"
     " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat"
     " engine.event_format",

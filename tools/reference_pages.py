@@ -448,8 +448,14 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("tokens in `logit_bias`", "server/request_params.py", "MAX_BIASES"),
     ("parts of a form", "server/wire/form.py", "_MOST_PARTS"),
     ("bytes of a request's first line", "server/connections.py", "_MOST_LINE_BYTES"),
-    ("images of a request", "server/pictures.py", "MOST_PICTURES"),
-    ("pixels of all images of a request", "server/pictures.py", "MOST_PIXELS"),
+    ("pixels of all images of a request", "chat/picture_bounds.py", "MOST_PIXELS"),
+    (
+        "how often an image's longer side has its shorter one",
+        "chat/picture_bounds.py",
+        "_MOST_OBLONG",
+    ),
+    ("files of one key that are fetched at once", "server/media_files.py", "_AT_ONCE"),
+    ("redirects of an address", "server/media_files.py", "_MOST_REDIRECTS"),
     (
         "… of all requests under way",
         "server/admission_control.py",

@@ -103,8 +103,8 @@ def test_choices_of_anthropics(given: Any, found: Any) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "the role 'tool' must be"),
         ({"messages": [{"role": "user", "content": 3}]}, "a string or a list of blocks"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            r"'image': only text is read here",
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            r"'document': only text is read here",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
@@ -122,6 +122,25 @@ def test_what_anthropics_messages_cannot_be(body: dict[str, Any], message: str) 
     messages, others = body["messages"], {k: v for k, v in body.items() if k != "messages"}
     with pytest.raises(RequestError, match=message):
         from_anthropic(messages, **others)
+
+
+def test_images_stay_as_they_are_for_the_template() -> None:
+    """It reads the forms of all three interfaces; without images content is text, as always."""
+    image = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
+    text = {"type": "text", "text": "What is this?"}
+    found = from_anthropic([{"role": "user", "content": [image, text]}]).messages
+    assert found == [{"role": "user", "content": [image, text]}]
+    part = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    assert from_responses([{"role": "user", "content": [part]}]).messages == [
+        {"role": "user", "content": [part]}
+    ]
+    images: list[Any] = []
+    content = [image, part, text, {"type": "image_url", "image_url": {"url": "x"}}]
+    [message] = checked_messages([{"role": "user", "content": content}], images)
+    assert images == ["https://a.example/b.png", "data:image/png;base64,AAAA", "x"]
+    assert [each["type"] for each in message["content"]] == ["image", "image", "text", "image"]
+    with pytest.raises(RequestError, match="'image': only text is read here"):
+        checked_messages([{"role": "user", "content": [image]}])  # for a model that sees none
 
 
 def test_instructions_come_first() -> None:
@@ -181,7 +200,7 @@ def test_a_conversation_of_items() -> None:
     [
         ([{"type": "item_reference", "id": "x"}], "'item_reference' is not supported"),
         ([{"role": "user"}], "no content"),
-        ([{"role": "user", "content": [{"type": "input_image"}]}], "text is read"),
+        ([{"role": "user", "content": [{"type": "input_file"}]}], "text is read"),
         ([{"type": "function_call"}], "a call_id and a name"),
         ([{"type": "function_call_output"}], "no call_id"),
     ],

@@ -110,6 +110,35 @@ def test_a_conversation_is_kept_and_commands_change_it(
     assert capsys.readouterr().out == " t0 t1 t2\n" * 3
 
 
+def test_images_go_with_the_next_message(server: tuple[str, Behaviour], tmp_path: Path) -> None:
+    url, behaviour = server
+    talk, conversation, said = talk_to(url)
+    (tmp_path / "a.png").write_bytes(b"\x89PNG rest")
+    (tmp_path / "a.txt").write_bytes(b"text")
+    for command in (f"/image {tmp_path}/a.png", "/image https://a.example/b.jpg", "/image"):
+        assert talk.command(command)
+    for command in (f"/image {tmp_path}/none.png", f"/image {tmp_path}/a.txt"):
+        assert talk.command(command)
+    assert talk.answer("one")
+    assert talk.answer("two")
+    urls = ["data:image/png;base64,iVBORyByZXN0", "https://a.example/b.jpg"]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    first, _, second = behaviour.asked[-1][1]["messages"]
+    assert first["content"] == [*parts, {"type": "text", "text": "one"}]
+    assert second["content"] == "two"
+    for text in ("has 1 image with", "has 2 images with", "needs a file", "none.png cannot be"):
+        assert text in said.getvalue()
+    assert "is neither PNG nor JPEG" in said.getvalue()
+    talk.command("/image https://a.example/b.jpg")
+    talk.command("/reset")
+    assert not conversation.images
+    behaviour.has_chat = False
+    talk.command("/image https://a.example/b.jpg")
+    assert not talk.answer("three")
+    assert "cannot be shown images here" in said.getvalue()
+    assert not conversation.messages
+
+
 def test_the_end_of_the_input_ends_and_an_interrupt_does_not(server: tuple[str, Behaviour]) -> None:
     talk, _, said = talk_to(server[0])
     steps: Iterator[type[BaseException]] = iter([KeyboardInterrupt, EOFError])
@@ -195,6 +224,7 @@ def test_a_refusal_is_one_line_and_nothing_is_kept(
         (("--url", "unix:/no/socket"), "--url unix:/no/socket: /v1/models does not"),
         (("--api-key", "two words"), "--api-key must be printable ASCII without spaces"),
         (("--model", "m", "--prompt", " "), "--prompt is empty"),
+        (("--image", "/no/cat.png"), "image /no/cat.png cannot be read: No such file"),
     ],
 )
 def test_bad_input_is_one_clear_line(

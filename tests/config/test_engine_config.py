@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 
 def test_defaults_work_and_there_are_few_options() -> None:
     EngineConfig()
-    assert len(fields(EngineConfig)) <= 36  # docs/decisions/0062, 0069, 0070, 0075
+    assert len(fields(EngineConfig)) <= 37  # docs/decisions/0062, 0069, 0070, 0075, 0116
     assert all(option.metadata["help"].endswith(".") for option in fields(EngineConfig))
 
 
@@ -30,6 +30,10 @@ def test_defaults_work_and_there_are_few_options() -> None:
             "kv_cache_dtype 'int8' is unknown; known: auto, float32, bfloat16, float16, fp8, "
             "fp8_e4m3, int8_per_token_head",
         ),
+        ({"limit_mm_per_prompt": "cat=2"}, "limit_mm_per_prompt: unknown 'cat'"),
+        ({"limit_mm_per_prompt": "{"}, "limit_mm_per_prompt '{' is not JSON"),
+        ({"limit_mm_per_prompt": "image=x"}, "limit_mm_per_prompt: image='x' must be a whole"),
+        ({"limit_mm_per_prompt": {"image": -1}}, "limit_mm_per_prompt: image=-1 must be from 0"),
         ({"growth": "wild"}, "growth 'wild' is unknown"),
         ({"block_size": 0}, "block_size=0 must be from 1 to"),
         ({"max_model_len": -5}, "max_model_len=-5 must be"),

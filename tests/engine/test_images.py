@@ -1,6 +1,9 @@
 """Images in prompts: generate()'s own tokens, whatever is cut, shared or interrupted."""
 
 import asyncio
+import base64
+import io
+from dataclasses import replace
 from functools import cache as once
 from inspect import signature
 from pathlib import Path
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.config import EngineConfig
@@ -17,10 +21,12 @@ from quire.engine.kv_budget import kv_ledger
 from quire.engine.runner import ModelRunner
 from quire.errors import RequestError, UnsupportedModel
 from quire.models.executors.image_features import ImageEncoder
-from quire.models.loader import adopt
+from quire.models.loader import adopt, auto_class, load
 from quire.models.vision import Vision, named
 from seers import SEERS, picture, seer
 from tiny import tiny_model
+from zoo.judge_sight import check_sight
+from zoo.sight import tiny_seer
 
 NEW = 8
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
@@ -212,6 +218,83 @@ def test_a_folder_brings_its_processor(tmp_path: Path) -> None:
         assert texts(llm, prompts("llava")) == expected("llava")
 
 
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %} {{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %} <image>{% else %} {{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def test_a_chat_shows_images(llava: LLM) -> None:
+    """Pictures in memory and data: URLs, in one conversation and in several at once."""
+    made = io.BytesIO()
+    Image.fromarray(picture(2)).save(made, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(made.getvalue()).decode()}"
+    several = [
+        {"type": "image_pil", "image_pil": picture(1)},
+        {"type": "text", "text": "w3"},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    messages = [{"role": "system", "content": "w1"}, {"role": "user", "content": several}]
+    said = own("llava", shown("llava", "w1 @ w3 @", picture(1), picture(2)))
+    text = [{"role": "user", "content": "w1 w2"}]
+    [first, second] = llava.chat([messages, text], GREEDY, chat_template=TEMPLATE)
+    assert list(first.choices[0].token_ids) == said
+    assert len(second.prompt_token_ids) == 2
+    [again] = llava.chat(messages, GREEDY, chat_template=TEMPLATE)
+    assert list(again.choices[0].token_ids) == said
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image_pil", "image_pil": 3}, "not int"),
+        ({"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}, "give it as data"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "be read"),
+        ({"type": "text", "text": "<image>"}, None),
+    ],
+)
+def test_what_a_chat_cannot_show(llava: LLM, part: Any, reason: str | None) -> None:
+    messages = [{"role": "user", "content": [part]}]
+    if reason is None:  # a placeholder without an image is a token
+        assert llava.chat(messages, GREEDY, chat_template=TEMPLATE)
+        return
+    with pytest.raises(RequestError, match=reason):
+        llava.chat(messages, GREEDY, chat_template=TEMPLATE)
+
+
+def test_a_prompt_has_as_many_images_as_it_may() -> None:
+    with llm_of("llava", limit_mm_per_prompt={"image": 1}) as llm:
+        assert llm.request(shown("llava", "@", picture(1)))
+        with pytest.raises(RequestError, match=r"has 2 images, and may have 1 \(limit_mm_per_prom"):
+            llm.request(shown("llava", "@ @", picture(1), picture(2)))
+    with (
+        llm_of("llava", limit_mm_per_prompt={"image": 0}) as llm,
+        pytest.raises(RequestError, match="takes no images: limit_mm_per_prompt has none"),
+    ):
+        llm.request(shown("llava", "@", picture(1)))
+
+
+def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    """Where its config has a class for text alone besides."""
+    model, processor = tiny_seer("qwen3_5")
+    model.save_pretrained(tmp_path)
+    processor.tokenizer.save_pretrained(tmp_path)
+    assert auto_class(model.config) is AutoModelForImageTextToText
+    loaded = load(tmp_path)
+    assert type(loaded.model) is type(model)
+    assert named(Vision.of(replace(loaded, processor=processor), 64).read("<image>", [picture(1)]))
+    model.config.architectures = ["Qwen3_5ForCausalLM"]
+    assert auto_class(model.config) is AutoModelForCausalLM
+    model.config.architectures = None
+    assert auto_class(model.config) is AutoModelForCausalLM
+
+
+def test_a_model_may_project_hidden_states_itself() -> None:
+    """As Llama 4 does, whose encoder pools nothing."""
+    assert check_sight("llama4").verdict == "exact"
+
+
 # -- the prefix cache ------------------------------------------------------------------------------
 
 
@@ -233,7 +316,7 @@ def test_another_picture_of_the_same_size_is_never_found(name: str, before: str)
 
 def test_a_picture_has_one_name_in_every_prompt() -> None:
     model, processor = seer("llava_next")
-    vision = Vision.of(adopt(model, processor))
+    vision = Vision.of(adopt(model, processor), 64)
     placeholder = processor.image_token
     alone = vision.read(placeholder, [picture(1)])
     both = vision.read(f"w1 {placeholder} w2 {placeholder}", [picture(2), picture(1)])

@@ -256,6 +256,33 @@ def test_eos_ends_unless_it_is_ignored() -> None:
         model.generation_config.eos_token_id = usual
 
 
+def test_a_conversation_is_answered_as_its_prompt_is_continued() -> None:
+    """The template writes the prompt; the answer ends where the model's answers end."""
+    with LLM(demo()) as llm:
+        asked = [{"role": "user", "content": "Write a class."}]
+        params = SamplingParams(max_tokens=60, temperature=0)
+        [answer] = llm.chat(asked, params)
+        text = llm.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        stop = tuple(llm.tokenizer.init_kwargs["chat_stop_strings"])
+        [own] = llm.generate(text, replace(params, stop=stop))
+        assert answer.prompt_token_ids == own.prompt_token_ids
+        assert answer.choices[0].text == own.choices[0].text
+        [begun] = llm.chat(
+            [*asked, {"role": "assistant", "content": "class Q"}],
+            params,
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+        assert len(begun.prompt_token_ids) > len(answer.prompt_token_ids)
+        [other] = llm.chat(asked, params, chat_template="{{ messages[0].content }} x")
+        assert len(other.prompt_token_ids) > len(answer.prompt_token_ids)
+        for wrong in ("Hello", {"role": "user"}, [], 3, [{"content": "x"}]):
+            with pytest.raises(RequestError):
+                llm.chat(wrong)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="2 params for 1 prompts"):
+            llm.chat(asked, [params, params])
+
+
 def test_max_tokens_is_the_length_of_the_continuation() -> None:
     with small() as llm:
         for max_tokens in (1, 2, 7):

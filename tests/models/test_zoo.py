@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from conformance.covering import only
 from quire.errors import UnsupportedModel
@@ -17,12 +20,15 @@ from zoo import fleet
 from zoo.build import tiny_model
 from zoo.check import check
 from zoo.finding import Finding
+from zoo.judge_sight import check_sight
 from zoo.page import model_types, verdicts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
+
+SIGHT_PAGE = (ROOT / "docs" / "reference" / "models-that-see.md").read_text(encoding="utf-8")
 
 # One for each mechanism that no other test runs through the engine.
 MECHANISMS = {
@@ -87,10 +93,9 @@ def test_a_process_that_dies_or_never_ends_is_a_finding_too(
             time.sleep(60)
         return Finding(model_type=name, class_name="A", verdict="exact")
 
-    monkeypatch.setattr(fleet, "check", misbehave)
     monkeypatch.setattr(fleet, "_SECONDS", 2)
     store = tmp_path / "found.json"
-    found = fleet.run(["dies", "hangs", "works"], store)
+    found = fleet.run(["dies", "hangs", "works"], store, misbehave)
     assert {name: each.reason for name, each in found.items()} == {
         "dies": "its process ended with 3",
         "hangs": "not done after 2 s",
@@ -99,11 +104,29 @@ def test_a_process_that_dies_or_never_ends_is_a_finding_too(
     assert fleet.load(store) == found
 
 
+def test_the_page_of_models_that_see_names_every_class_once() -> None:
+    of_this_version()
+    assert sorted(model_types(SIGHT_PAGE)) == sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+# Features as a hidden state, in two dimensions, through deeper layers, and beside states of layers.
+SEEN = ("llama4", "lfm2_vl", "qwen3_vl_moe", "qwen3_5", "kimi_k25")
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("model_type", only(SEEN, "qwen3_5"))
+def test_a_class_that_sees_is_exact(model_type: str) -> None:
+    found = check_sight(model_type)
+    assert (found.verdict, found.reason) == ("exact", "")
+    assert verdicts(SIGHT_PAGE)[model_type].startswith("Exact")
+
+
 @pytest.mark.full
-def test_the_page_is_what_is_found_now(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", [[], ["--sight"]])
+def test_the_page_is_what_is_found_now(tmp_path: Path, which: list[str]) -> None:
     """Minutes: every class in a process of its own."""
     of_this_version()
-    command = ["tools/model_matrix.py", "--check", "--store", str(tmp_path / "found.json")]
+    command = ["tools/model_matrix.py", "--check", "--store", str(tmp_path / "found.json"), *which]
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,

@@ -3,6 +3,10 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+ANOTHER_WAY = (
+    "its forward has no `mm_encoder_outputs`: its images go another way (an encoder that the text "
+    "attends to, or code of its own); it was not run"
+)
 Verdict = Literal["exact", "differs", "fails", "refused", "not judged"]
 
 

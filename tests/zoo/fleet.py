@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import resource
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -33,10 +33,13 @@ class _Child:
     start: float  # seconds on the monotonic clock
 
 
-def run(names: Iterable[str], store: Path) -> dict[str, Finding]:
+Check = Callable[[str], Finding]
+
+
+def run(names: Iterable[str], store: Path, check: Check = check) -> dict[str, Finding]:
     """What is found of each class; ``store`` keeps it beside what was found before."""
     known, made = load(store), {}
-    for found, seconds in _judged(names):
+    for found, seconds in _judged(names, check):
         known[found.model_type] = made[found.model_type] = found
         _save(store, known)
         apart = "" if found.deviation is None else f"{found.deviation:.0e}"
@@ -61,12 +64,12 @@ def _save(store: Path, known: dict[str, Finding]) -> None:
     store.write_text(text)
 
 
-def _judged(names: Iterable[str]) -> Iterator[tuple[Finding, float]]:
+def _judged(names: Iterable[str], check: Check) -> Iterator[tuple[Finding, float]]:
     """Each finding and the seconds that it took, as they come."""
     waiting, running = list(reversed(list(names))), list[_Child]()
     while waiting or running:
         while waiting and len(running) < NUM_WORKERS:
-            running.append(_start(waiting.pop()))
+            running.append(_start(waiting.pop(), check))
         wait([child.answer for child in running], timeout=1)
         for child in list(running):
             seconds = time.monotonic() - child.start
@@ -75,16 +78,18 @@ def _judged(names: Iterable[str]) -> Iterator[tuple[Finding, float]]:
                 yield _result(child), seconds
 
 
-def _start(name: str) -> _Child:
+def _start(name: str, check: Check) -> _Child:
     """A fork: what is imported here is imported there."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_answer, args=(name, sender))
+    process = multiprocessing.get_context("fork").Process(
+        target=_answer, args=(name, sender, check)
+    )
     process.start()
     sender.close()
     return _Child(name, process, receiver, time.monotonic())
 
 
-def _answer(name: str, sender: Connection) -> None:
+def _answer(name: str, sender: Connection, check: Check) -> None:
     """What a child does."""
     resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
     torch.set_num_threads(1)

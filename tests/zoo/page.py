@@ -5,8 +5,64 @@ from collections.abc import Iterable
 
 import transformers
 
-from zoo.finding import Finding
+from zoo.finding import ANOTHER_WAY, Finding
 from zoo.sizes import ENCODERS, HALVES
+
+SIGHT_COMMAND = "python tools/model_matrix.py --sight --write"
+_SIGHT_INTRO = """\
+# Models that see
+
+Each class that Transformers {version} lists as reading images and text, built at a tiny size with
+random weights in float32 and shown pictures through the engine: one, another in its place, and two
+amid text; all prompts together in chunks of five tokens, which cut an image, and again, found in
+the prefix cache.
+
+*Exact*: greedy tokens are those of Transformers' own `generate` in each of these. Of eleven classes
+(LLaVA and its kinds, Idefics3, Mistral 3, InternVL, Gemma 3, PaliGemma, Qwen-VL) their own
+processor or image processor makes the pictures ready; of all others something that stands in, with
+as many placeholders as the encoder makes features, without tiles and marks. So a published
+processor may do what was not tried. The engine tries each model with a small image when it is
+loaded, and refuses images with the reason if they come out otherwise than by itself.
+
+What [the text part of a model](models.md) must be to run at all holds here too. A tiny model with
+random weights shows that features, positions and masks are right, not how well or how fast a
+checkpoint sees.
+
+This page is made by `{command}`. Do not edit it.
+"""
+
+
+def sight_page(findings: Iterable[Finding]) -> str:
+    """All of the page of models that see."""
+    several = sorted(findings, key=lambda found: found.model_type)
+    judged = [found for found in several if found.generates]
+    run = [found for found in judged if found.reason != ANOTHER_WAY]
+    exact = [found for found in run if found.verdict == "exact"]
+    rest = [found for found in judged if found.verdict != "exact"]
+    lines = [f"{_NAMES} how it runs |", _rule(3)]
+    lines += [f"{_name(f)} {f.way} |" for f in exact]
+    refused = [f"{_NAMES} why |", _rule(3), *(f"{_name(f)} {_cell(f.reason)} |" for f in rest)]
+    return "\n".join(
+        [
+            _SIGHT_INTRO.format(version=transformers.__version__, command=SIGHT_COMMAND),
+            *_not_refused(run),
+            f"{len(several)} classes. `generate` ran {len(run)} with pictures here, and "
+            f"{len(exact)} of these are exact ({100 * len(exact) / len(run):.0f} %). "
+            f"{len(judged) - len(run)} more were not run, for no features can be handed to them: "
+            f"with these it is {100 * len(exact) / len(judged):.0f} %. "
+            f"{len(several) - len(judged)} are not judged.\n",
+            "## Exact\n",
+            "\n".join([*lines, ""]),
+            "## Not exact\n",
+            "\n".join([*refused, ""]),
+            "## Not judged\n",
+            "At this size, or without a package that is not installed here, Transformers does not "
+            "build these, or its `generate` does not run them with what stands in for a "
+            "processor.\n",
+            _not_judged([found for found in several if not found.generates]),
+        ]
+    )
+
 
 COMMAND = "python tools/model_matrix.py --write"
 _INTRO = """\

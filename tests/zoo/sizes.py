@@ -5,6 +5,8 @@ a chunk is shorter than the prompts, so that it moves. Whether what is built is 
 here.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -24,6 +26,7 @@ _ALSO_WHERE_NONE = (
 )
 _DROP = object()  # a common size that this class must not be given
 _Sizes = dict[str, Any]
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 _TEXT: _Sizes = dict(
     vocab_size=VOCAB,
@@ -298,10 +301,22 @@ def causal_class(model_type: str) -> type[PreTrainedModel]:
     return found
 
 
-def _tiny(config: type[PreTrainedConfig], model_type: str) -> _Sizes:
+def tiny_sizes(config: type[PreTrainedConfig], model_type: str, sight: Mapping[str, Any]) -> _Sizes:
+    """The arguments of a class that sees; ``sight`` has sizes for its sections that see."""
+    return _tiny(config, model_type, sight)
+
+
+def _tiny(
+    config: type[PreTrainedConfig], model_type: str, sight: Mapping[str, Any] = _NOTHING
+) -> _Sizes:
     """The arguments, those of its sections inside them."""
     full = config()
-    sizes = {name: value for name, value in COMMON.items() if _knows(config, full, name)}
+    common = COMMON
+    if sight:  # an image has many tokens
+        common = {**COMMON, "max_position_embeddings": 4 * MAX_LEN}
+    if sight and "vocab_size" not in vars(full):
+        common |= sight
+    sizes = {name: value for name, value in common.items() if _knows(config, full, name)}
     for name in ("layer_types", "mlp_layer_types"):
         kinds = list(dict.fromkeys(getattr(full, name, None) or ()))
         if kinds:  # each kind that its full size has, in turn
@@ -309,9 +324,28 @@ def _tiny(config: type[PreTrainedConfig], model_type: str) -> _Sizes:
     for name in config.sub_configs:
         section = getattr(full, name, None)
         if isinstance(section, PreTrainedConfig):
-            sizes[name] = _tiny(type(section), section.model_type)
+            sizes[name] = _tiny(type(section), section.model_type, sight)
+    if sight:
+        sizes = {name: _of_kind(full, name, value) for name, value in sizes.items()}
+        axes = getattr(full, "rope_parameters", None) or {}
+        if "mrope_section" in axes:  # of half a head
+            sizes["rope_parameters"] = {**axes, "mrope_section": [2, 3, 3]}
     sizes |= OWN.get(model_type, {})
     return {name: value for name, value in sizes.items() if value is not _DROP}
+
+
+def _of_kind(full: PreTrainedConfig, name: str, value: Any) -> Any:
+    """A size in the form that a class has it: a fraction, or one for each side."""
+    try:
+        default = getattr(full, name, None)
+    except Exception:  # it differs by layer
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(default, float):
+            return float(value)
+        if isinstance(default, list | tuple) and default and isinstance(default[0], int):
+            return type(default)(value for _ in default)
+    return value
 
 
 def _knows(config: type[PreTrainedConfig], full: PreTrainedConfig, name: str) -> bool:

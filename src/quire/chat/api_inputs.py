@@ -5,7 +5,7 @@ from itertools import count
 from typing import Any
 
 from quire.chat.conversation import ChatInput
-from quire.chat.plain_json import Message, plain, text_of, tool_message
+from quire.chat.plain_json import Message, content_of, plain, text_of, tool_message
 from quire.errors import RequestError
 
 # -- Anthropic's messages --------------------------------------------------------------------------
@@ -60,13 +60,13 @@ def _messages(given: Mapping[str, Any], where: str, names: dict[str, str]) -> li
     for index, block in enumerate(content):
         if isinstance(block, Mapping) and block.get("type") == "tool_result":
             if texts:
-                found.append({"role": role, "content": text_of(texts, f"{where}.content")})
+                found.append({"role": role, "content": content_of(texts, f"{where}.content")})
                 texts = []
             found.append(_result(block, f"{where}.content[{index}]", names))
         else:
             texts.append(block)
     if texts or not found:
-        found.append({"role": role, "content": text_of(texts, f"{where}.content") or ""})
+        found.append({"role": role, "content": content_of(texts, f"{where}.content") or ""})
     return found
 
 
@@ -88,7 +88,7 @@ def _assistant(blocks: Any, where: str, names: dict[str, str]) -> Message:
             thoughts.append(block["thinking"])
         elif kind != "redacted_thinking":  # other models cannot read it
             texts.append(block)
-    message: Message = {"role": "assistant", "content": text_of(texts, where) or ""}
+    message: Message = {"role": "assistant", "content": content_of(texts, where) or ""}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -183,7 +183,7 @@ def _add_message(messages: list[Message], item: Mapping[str, Any], where: str) -
     role = item.get("role")
     if not isinstance(role, str):
         raise RequestError(f"{where} has no role")
-    content = text_of(item.get("content"), f"{where}.content")
+    content = content_of(item.get("content"), f"{where}.content")
     if content is None:
         raise RequestError(f"{where} has no content")
     last = messages[-1] if messages else {}

@@ -13,7 +13,7 @@ from quire.chat.lexer import IncrementalLexer, Reading
 from quire.chat.output_events import CallEnded, Event, Events, Reply, call_id, reply
 from quire.chat.reasoning_parsers import REASONING, ReasoningFormat, reasoning_format
 from quire.chat.template_sandbox import TemplateLimits
-from quire.chat.templates import ChatTemplate
+from quire.chat.templates import ChatTemplate, stop_strings
 from quire.chat.token_texts import TokenTexts
 from quire.chat.tools.declared import Tool, checked_tools
 from quire.chat.tools.json_objects import arguments_of, required
@@ -60,7 +60,7 @@ class ChatPrompt:
     choice: ToolChoice
     parallel: bool
     begun: str = ""
-    image_urls: tuple[str, ...] = ()  # as the client gave them; the text has a placeholder for each
+    images: tuple[Any, ...] = ()  # addresses as given; the text has a placeholder for each
     stop: tuple[str, ...] = ()
 
 
@@ -96,8 +96,7 @@ class Chat:
             tool_call_parser, reasoning_parser, self.template.source, model_type
         )
         self._has_special_marks = self._marks_are_special()
-        init = getattr(tokenizer, "init_kwargs", None) or {}
-        self._stop = tuple(str(text) for text in init.get("chat_stop_strings", ()))
+        self._stop = stop_strings(tokenizer)
         if self._tools is not None:
             self._stop += self._tools.stop
 
@@ -119,7 +118,7 @@ class Chat:
             parallel = choice.kind != "required"
         form = forced_form(choice, tools, parallel=parallel)
         shown = () if choice.kind == "none" else tools
-        images: list[str] = []
+        images: list[Any] = []
         text = self.template.render(
             request.messages,
             [dict(tool.declaration) for tool in shown] or None,
@@ -144,7 +143,7 @@ class Chat:
             tools=MappingProxyType({tool.name: tool for tool in shown}),
             choice=choice,
             parallel=parallel,
-            image_urls=tuple(images),
+            images=tuple(images),
             begun="" if marks is None else marks.begun(text, continues=continues),
             stop=() if form is not None else self._stop,
         )

@@ -54,43 +54,83 @@ def text_of(content: Any, where: str) -> str | None:
     return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
-def parts_of(content: Any, where: str, images: list[str]) -> Any:
+def parts_of(content: Any, where: str, images: list[Any]) -> Any:
     """Return a message's content as ``text_of`` does, or with images in it as a list of parts.
 
-    The images' addresses are added to ``images``. Raises: RequestError.
+    What stands for the images is added to ``images``: addresses, or pictures of a caller in this
+    process. Raises: RequestError.
     """
-    several = content if isinstance(content, list | tuple) else ()
-    if not any(map(_is_image, several)):
+    if not has_images(content):
         return text_of(content, where)
     found: list[dict[str, Any]] = []
-    for index, part in enumerate(several):
+    for index, part in enumerate(content):
         if _is_image(part):
-            images.append(_address(part.get("image_url"), f"{where}[{index}].image_url"))
+            images.append(_image(part, f"{where}[{index}]"))
             found.append({"type": "image"})
         else:
             found.append({"type": "text", "text": _part(part, f"{where}[{index}]")})
     return found
 
 
+def has_images(content: Any) -> bool:
+    """Return whether a message's content is a list of parts with an image among them."""
+    return isinstance(content, list | tuple) and any(map(_is_image, content))
+
+
+def content_of(content: Any, where: str) -> Any:
+    """Return content that may have images as ``parts_of`` will read it, and other as ``text_of``.
+
+    Raises: as ``text_of``.
+    """
+    return list(content) if has_images(content) else text_of(content, where)
+
+
+# OpenAI's in chats and in responses, Anthropic's, and vLLM's for pictures in memory.
+_IMAGES = ("image_url", "input_image", "image", "image_pil")
+
+
 def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image_url"
+    return isinstance(part, Mapping) and part.get("type") in _IMAGES
 
 
-def _address(given: Any, where: str) -> str:
+def _image(part: Mapping[str, Any], where: str) -> Any:
+    """Return an image's address, or a picture in memory. Raises: RequestError."""
+    kind = part["type"]
+    if kind == "image_pil":
+        return part.get(kind)
+    if kind == "image":
+        return _of_source(part.get("source"), f"{where}.source")
+    given = part.get("image_url")
     url = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(url, str):
-        raise RequestError(f"{where} must be an object with a url")
+        if kind == "input_image" and part.get("file_id") is not None:
+            raise RequestError(f"{where} names a file, and this server keeps none: give image_url")
+        raise RequestError(f"{where}.image_url must be an object with a url, or a URL")
     return url
+
+
+def _of_source(given: Any, where: str) -> str:
+    """Return the address that one of Anthropic's sources says. Raises: RequestError."""
+    source = given if isinstance(given, Mapping) else {}
+    kind, name = source.get("media_type"), source.get("type")
+    data = source.get("data" if name == "base64" else "url")
+    if name == "url" and isinstance(data, str):
+        return data
+    if name == "base64" and isinstance(data, str) and isinstance(kind, str):
+        return f"data:{kind};base64,{data}"
+    raise RequestError(
+        f"{where} must have the type base64 with media_type and data, or url with a url"
+    )
 
 
 def tool_message(identity: str, content: Any, where: str, names: Mapping[str, str]) -> Message:
     """Return a tool's result as a message; ``names``: the tools of known calls, by id. Raises:
-    RequestError for content that is no text.
+    RequestError for content that is neither text nor has images.
     """
     message: Message = {
         "role": "tool",
         "tool_call_id": identity,
-        "content": text_of(content, where) or "",
+        "content": content_of(content, where) or "",
     }
     if identity in names:
         message["name"] = names[identity]

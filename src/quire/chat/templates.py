@@ -24,7 +24,7 @@ from quire.errors import ConfigError, RequestError
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
-def checked_messages(messages: Iterable[Any], images: list[str] | None = None) -> list[Message]:
+def checked_messages(messages: Iterable[Any], images: list[Any] | None = None) -> list[Message]:
     """Check messages and return copies for a template.
 
     Content is text or absent, or a list of parts where it has images: their addresses are added to
@@ -42,7 +42,7 @@ def checked_messages(messages: Iterable[Any], images: list[str] | None = None) -
     return found
 
 
-def _message(given: Any, where: str, images: list[str] | None) -> Message:
+def _message(given: Any, where: str, images: list[Any] | None) -> Message:
     if not isinstance(given, Mapping):
         raise RequestError(f"{where} must be an object with a role, not {type(given).__name__}")
     role = given.get("role")
@@ -218,7 +218,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] = _NO_KWARGS,
-        images: list[str] | None = None,
+        images: list[Any] | None = None,
     ) -> str:
         """Return the prompt.
 
@@ -338,6 +338,15 @@ class ChatTemplate:
             return text in self._sandbox.render(template, variables)
         except RequestError:
             return False
+
+
+def stop_strings(tokenizer: Any) -> tuple[str, ...]:
+    """Return the strings at which answers of a model without an end token end.
+
+    They are ``chat_stop_strings`` of its tokenizer_config.json.
+    """
+    init = getattr(tokenizer, "init_kwargs", None) or {}
+    return tuple(str(text) for text in init.get("chat_stop_strings", ()))
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, str]:

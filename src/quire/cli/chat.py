@@ -1,6 +1,7 @@
 """Run ``quire chat``: talk to a server with OpenAI's API, or to an engine of its own."""
 
 import asyncio
+import base64
 import json
 import re
 import secrets
@@ -70,21 +71,24 @@ class Conversation:
     model: str
     sampling: dict[str, Any] = field(default_factory=dict)
     system: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)  # URLs, for the next message
     has_chat: bool = True
     figures: Figures = field(default_factory=Figures)
 
     def reset(self) -> None:
-        """Forget all messages but the system prompt."""
+        """Forget all messages but the system prompt, and images for the next one."""
         self.messages.clear()
+        self.images.clear()
 
     async def ask(self, text: str) -> AsyncGenerator[AnswerPart, None]:
-        """Send a message, and yield the answer piece by piece.
+        """Send a message with the images that wait, and yield the answer piece by piece.
 
         If the caller stops early, the conversation keeps the pieces so far. If an error is raised,
-        it keeps neither the message nor the answer. Raises: OSError, ValueError.
+        it keeps neither the message with its images nor the answer. Raises: OSError, ValueError.
         """
-        self.messages.append({"role": "user", "content": text})
+        images, self.images = self.images, []
+        self.messages.append({"role": "user", "content": _with_images(text, images)})
         answer: list[str] = []
         begin, self.figures = perf_counter(), Figures()
         failed = True
@@ -120,13 +124,15 @@ class Conversation:
                 if not _has_no_chat(error):
                     raise
                 self.has_chat = False
+        if any(isinstance(message["content"], list) for message in self.messages):
+            raise ValueError("this model has no chat template: it cannot be shown images here")
         prompt = "\n".join(message["content"] for message in self._all())
         body = {"prompt": prompt, "max_tokens": _DEFAULT_MAX_TOKENS}
         async with aclosing(self._events("/v1/completions", body)) as pieces:
             async for piece in pieces:
                 yield piece
 
-    def _all(self) -> list[dict[str, str]]:
+    def _all(self) -> list[dict[str, Any]]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages]
 
@@ -162,6 +168,39 @@ class Conversation:
         self.figures.output_tokens = usage.get("completion_tokens") or self.figures.output_tokens
 
 
+def _with_images(text: str, urls: list[str]) -> Any:
+    """Return a message's content in OpenAI's form: a text, or parts with images before it."""
+    if not urls:
+        return text
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}]
+
+
+# How files of each kind begin.
+_KINDS = (
+    (b"\x89PNG", "png"),
+    (b"\xff\xd8\xff", "jpeg"),
+    (b"RIFF", "webp"),
+    (b"GIF8", "gif"),
+    (b"BM", "bmp"),
+)
+
+
+def url_of(image: str) -> str:
+    """Return the URL of an image: its own, or a ``data:`` URL of a file. Raises: ConfigError."""
+    if re.match(r"(https?|data|file):", image, re.IGNORECASE):
+        return image
+    try:
+        data = Path(image).expanduser().read_bytes()
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"image {image} cannot be read: {why}") from error
+    kind = next((kind for head, kind in _KINDS if data.startswith(head)), None)
+    if kind is None:
+        raise ConfigError(f"image {image} is neither PNG nor JPEG, WebP, GIF or BMP")
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
 def _has_no_chat(error: RefusedByServer) -> bool:
     """Return whether the server has no chat template or no chat route."""
     text = error.text.lower()
@@ -175,6 +214,7 @@ def _has_no_chat(error: RefusedByServer) -> bool:
 HELP = """\
 /reset          forget the conversation; the system prompt stays
 /system TEXT    set the system prompt to TEXT; without TEXT, show it
+/image FILE     show FILE, or the image at a URL, with the next message
 /save FILE      write the conversation to a file (JSON, as OpenAI's messages)
 /help           show this list
 /exit, /quit    end the chat; Ctrl-D does too
@@ -193,6 +233,7 @@ class Talk:
         self._commands: dict[str, Callable[[str], bool]] = {
             "/reset": self._reset,
             "/system": self._system,
+            "/image": self._image,
             "/save": self._save,
             "/help": self._help,
             "/exit": lambda _: False,
@@ -271,6 +312,20 @@ class Talk:
         if text:
             self._conversation.system = text
         self._console.print(escape(f"system: {self._conversation.system or 'none'}"), style="dim")
+        return True
+
+    def _image(self, name: str) -> bool:
+        waiting = self._conversation.images
+        if not name:
+            self._console.print("/image needs a file or a URL", style="yellow")
+            return True
+        try:
+            waiting.append(url_of(name))
+        except ConfigError as error:
+            self._console.print(escape(str(error)), style="red")
+            return True
+        several = f"{len(waiting)} images" if len(waiting) > 1 else "1 image"
+        self._console.print(f"the next message has {several} with it", style="dim")
         return True
 
     def _save(self, name: str) -> bool:
@@ -395,6 +450,13 @@ def chat(  # noqa: PLR0913 - each is a flag
             help="Send this text, print the answer and exit; - reads the text from standard input."
         ),
     ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Show this file, or the image at this URL, with the first message. May be given "
+            "several times. Default: none."
+        ),
+    ] = None,
     max_tokens: Annotated[
         int | None, in_panel(_SAMPLING, "Maximum number of tokens of an answer.")
     ] = None,
@@ -430,6 +492,7 @@ def chat(  # noqa: PLR0913 - each is a flag
     quire chat
     quire chat Qwen/Qwen3-0.6B
     quire chat big --url https://llm.example.org --system "Answer in French."
+    quire chat --image cat.png --prompt "What is this?"
     git diff | quire chat --prompt - --system "Write a commit message."
 
     Raises: ConfigError, RequestError.
@@ -442,6 +505,7 @@ def chat(  # noqa: PLR0913 - each is a flag
         "min_p": min_p,
         "seed": seed,
     }
+    images = [url_of(each) for each in image or ()]
     console = Console(stderr=True, highlight=False)
     http, question = client(url, api_key, timeout), None
     found = _model_of(http, url, model, console)
@@ -460,6 +524,7 @@ def chat(  # noqa: PLR0913 - each is a flag
             model=found,
             sampling={name: value for name, value in sampling.items() if value is not None},
             system=system,
+            images=images,
         )
         talk = Talk(conversation, console)
         if question is None:

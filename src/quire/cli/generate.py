@@ -156,8 +156,9 @@ def _pictures(paths: Iterable[Path]) -> list[Any]:
     found: list[Any] = []
     for path in several:
         try:
-            with Image.open(path) as opened:
-                found.append(opened.convert("RGB"))
+            opened = Image.open(path)
+            opened.load()
+            found.append(opened)
         except Exception as error:  # of the system, Pillow and each format: many kinds
             raise ConfigError(f"--image {path} cannot be read: {one_line(error)}") from error
     return found

@@ -162,7 +162,6 @@ FOREIGN: tuple[Foreign, ...] = (
     *_flags("set HF_HOME in the environment", "--download-dir"),
     *_switches("adapters are not supported yet", "--enable-lora"),
     *_flags("adapters are not supported yet", "--lora-modules", "--max-loras", "--max-lora-rank"),
-    *_flags("prompts are text", "--limit-mm-per-prompt", harmless=ANY),
     # -- code from elsewhere
     *_flags(
         _NO_CODE,

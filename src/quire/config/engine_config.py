@@ -19,6 +19,34 @@ from quire.memory.budget import BUDGETS
 from quire.tiers import TIERS, TierAddress
 from quire.units import parse_bytes
 
+# -- images ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaLimits:
+    """How many of each kind a prompt may have, with vLLM's names. Only images are read.
+
+    Raises: ConfigError with the kind and the number.
+    """
+
+    image: int = 64
+    video: int = 0
+    audio: int = 0
+
+    def __post_init__(self) -> None:
+        for kind in ("image", "video", "audio"):
+            in_range(f"limit_mm_per_prompt: {kind}", getattr(self, kind), 0, 2**20)
+
+    @classmethod
+    def parse(cls, given: Any) -> "MediaLimits | None":
+        """Read JSON, a mapping, or ``image=4``. Raises: ConfigError."""
+        if isinstance(given, str) and not given.lstrip().startswith("{"):
+            pairs = (pair.partition("=") for pair in given.split(","))
+            numbers = {kind.strip(): number.strip() for kind, _, number in pairs}
+            given = {kind: int(text) if text.isdigit() else text for kind, text in numbers.items()}
+        return object_of("limit_mm_per_prompt", cls, given)
+
+
 # -- speculative decoding --------------------------------------------------------------------------
 
 
@@ -283,6 +311,13 @@ class EngineConfig:
         flag_type=str | None,
         parse=SpeculativeConfig.parse,
     )
+    limit_mm_per_prompt: MediaLimits | None = option(  # noqa: RUF009 - it makes a field
+        None,
+        'Maximum number of images in a prompt, as JSON: {"image": 4}. Default: 64.',
+        flag_type=str | None,
+        parse=MediaLimits.parse,
+        panel=ADVANCED,
+    )
     kv_events_config: KVEventsConfig | None = option(  # noqa: RUF009 - it makes a field
         None,
         "Events of the prefix cache for routers, as JSON with vLLM's fields: "
@@ -303,6 +338,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         speculative = SpeculativeConfig.parse(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculative)
+        object.__setattr__(self, "limit_mm_per_prompt", MediaLimits.parse(self.limit_mm_per_prompt))
         events = KVEventsConfig.parse(self.kv_events_config)
         object.__setattr__(self, "kv_events_config", events)
         transfer = KVTransferConfig.parse(self.kv_transfer_config)
@@ -381,6 +417,11 @@ class EngineConfig:
                         f"key, or kv_tier_trusted if only trusted engines can reach it; or use "
                         f"unix:/PATH"
                     )
+
+    @property
+    def most_images(self) -> int:
+        """How many images a prompt may have."""
+        return (self.limit_mm_per_prompt or MediaLimits()).image
 
     @property
     def tiers(self) -> tuple[TierAddress, ...]:

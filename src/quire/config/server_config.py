@@ -17,6 +17,7 @@ from quire.units import parse_bytes
 
 LOOPBACK = "127.0.0.1"
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
+_DOMAIN = re.compile(r"\*|[a-zA-Z0-9_.-]+(:[0-9]{1,5})?")
 _SOCKET_PATH_BYTES = 107  # longest path of a Unix socket
 _UDS_MODE = "660"
 # Panels of the help.
@@ -111,6 +112,25 @@ class ServerConfig:
         flag_type=list[str] | None,
         parse=_texts,
         panel=_CLIENTS,
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "Host that pictures of requests may be fetched from, e.g. images.example.org, or "
+        "images.example.org:8443; * allows all. Its addresses must be public. May be given several "
+        "times. Default: none.",
+        flag_type=list[str] | None,
+        parse=_texts,
+        panel=_CLIENTS,
+    )
+    allowed_local_media_path: str | None = option(
+        None,
+        "Folder whose files clients may name as pictures, by file:///PATH. Default: none.",
+        panel=_CLIENTS,
+    )
+    image_fetch_timeout: float = option(
+        5.0,
+        "Seconds in which a picture of another host must have come, with all redirects.",
+        panel=ADVANCED,
     )
     unguarded_metrics: bool = option(False, "Serve /metrics without a key.", panel=_CLIENTS)
     max_num_reqs_per_key: int | None = option(
@@ -240,10 +260,12 @@ class ServerConfig:
         seconds("shutdown_timeout", self.shutdown_timeout, may_be_zero=True)
         seconds("read_timeout", self.read_timeout, may_be_zero=False)
         seconds("send_timeout", self.send_timeout, may_be_zero=False)
+        seconds("image_fetch_timeout", self.image_fetch_timeout, may_be_zero=False)
         seconds("body_timeout", self.body_timeout, may_be_zero=False)
         one_of("uvicorn_log_level", self.uvicorn_log_level, _LOG_LEVELS)
         self._check_keys()
         self._check_names()
+        self._check_media()
         self._check_paths()
 
     @classmethod
@@ -275,7 +297,7 @@ class ServerConfig:
                     raise ConfigError(f"{name}{which} {what}: no client could send it")
 
     def _check_names(self) -> None:
-        for name in ("served_model_name", "allowed_origins"):
+        for name in ("served_model_name", "allowed_origins", "allowed_media_domains"):
             if not _are_texts(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be a tuple of texts")
         for model in self.served_model_name:
@@ -298,6 +320,19 @@ class ServerConfig:
             raise ConfigError(
                 f"otlp_traces_endpoint={endpoint!r} must be an address, e.g. "
                 "http://localhost:4318/v1/traces"
+            )
+
+    def _check_media(self) -> None:
+        for domain in self.allowed_media_domains:
+            if not _DOMAIN.fullmatch(domain):
+                raise ConfigError(
+                    f"allowed_media_domains={domain!r} must be * or a host without scheme and "
+                    "path, e.g. images.example.org"
+                )
+        folder = self.allowed_local_media_path
+        if folder is not None and not (Path(folder).is_absolute() and _is_folder(folder)):
+            raise ConfigError(
+                f"allowed_local_media_path={folder!r} must be a folder, with its whole path"
             )
 
     def _check_paths(self) -> None:

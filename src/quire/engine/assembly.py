@@ -87,7 +87,7 @@ def assemble(
         )
         with _small_runner(loaded, spec, strategy, sizes, provider, config, team) as small:
             runner.try_out(max_tokens=sizes.max_model_len, small=small)
-        vision = Vision.of(loaded)
+        vision = Vision.of(loaded, config.most_images)
         if not vision.why_not:
             why_not = runner.try_images(
                 vision,

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock, Thread, current_thread, main_thread
@@ -15,6 +16,7 @@ from quire.config import EngineConfig
 from quire.engine.beam_search import BeamSearch
 from quire.engine.build import build, loaded_model
 from quire.engine.cache_lock import CacheLock
+from quire.engine.chat_prompts import NO_KWARGS, ChatPrompts, Messages
 from quire.engine.elastic import Elasticity
 from quire.engine.event_publisher import EventPublisher
 from quire.engine.kv_fingerprint import BlockLayout, kv_fingerprint
@@ -112,6 +114,7 @@ class LLM:
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         self.vocab_size = loaded.vocab_size
         self._maker = RequestMaker(self._facts(loaded))
+        self._chats = ChatPrompts(self.facts)
         self.statistics = self.engine.scheduler.statistics
         self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
         self._listeners: dict[int, Listener | BeamSearch] = {}  # of unfinished sequences, by id
@@ -242,6 +245,43 @@ class LLM:
         """
         requests = self._requests(prompts, params, kv_transfer_params)
         return self._completions(requests, observe)
+
+    def chat(
+        self,
+        messages: Messages | Iterable[Messages],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        observe: Observer | None = None,
+    ) -> list[CompletionOutput]:
+        """Answer a conversation, or each of several, as ``generate`` continues prompts.
+
+        Messages are OpenAI's. Content may have images among its parts: ``{"type": "image_pil",
+        "image_pil": …}`` with one of Pillow's or u8[height, width, 3], or ``image_url`` with a
+        ``data:`` URL. ``chat_template``, a file or the template itself, takes the place of the
+        model's own. The answer's text is as it was generated, with reasoning and calls in it.
+
+        Raises: RequestError, also for messages that the template refuses; ConfigError for a
+        template that is none; as ``generate``.
+        """
+        self._refuse_if_out()
+        prompts = self._chats.of(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        each = [
+            replace(own, stop=(*own.stop, *self._chats.stop))
+            for own in params_for_each(params, len(prompts))
+        ]
+        return self._completions(self._requests(prompts, each), observe)
 
     def stream(
         self,

@@ -255,11 +255,15 @@ def features_shape(loaded: LoadedModel) -> tuple[int, int] | None:
 def auto_class(config: Any) -> Any:
     """Choose Transformers' class for a config: one that reads a source, or text, or images too.
 
-    Where a config has a class for text alone besides, it is that.
+    Where a config has a class for text alone besides, it is the one that the checkpoint was saved
+    as, and that for text if it does not say.
     """
     if not getattr(config, "is_encoder_decoder", False):
         sees = type(config) in AutoModelForImageTextToText._model_mapping
         writes = type(config) in AutoModelForCausalLM._model_mapping
+        if sees and writes:
+            seeing = AutoModelForImageTextToText._model_mapping[type(config)].__name__
+            writes = seeing not in (config.architectures or ())
         return AutoModelForImageTextToText if sees and not writes else AutoModelForCausalLM
     hears = type(config) in AutoModelForSpeechSeq2Seq._model_mapping
     return AutoModelForSpeechSeq2Seq if hears else AutoModelForSeq2SeqLM

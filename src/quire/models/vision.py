@@ -33,6 +33,7 @@ class Vision:
 
     name: str
     why_not: str = ""
+    most_images: int = 0  # in a prompt
     image_token_id: int = -1
     placeholder: str = ""  # what a prompt says where an image goes
     chat_template: str | None = None  # if the processor has one, and the tokenizer none
@@ -41,15 +42,16 @@ class Vision:
     _type_names: tuple[str, ...] = ()  # of the model's arguments
 
     @classmethod
-    def of(cls, loaded: LoadedModel) -> "Vision":
-        """Read a model's."""
-        if why_not := _why_not(loaded):
+    def of(cls, loaded: LoadedModel, most_images: int) -> "Vision":
+        """Read a model's, whose prompts may have so many images."""
+        if why_not := _why_not(loaded) or ("" if most_images else "limit_mm_per_prompt has none"):
             return cls(name=loaded.name, why_not=why_not)
         model, processor = loaded.model, loaded.processor
         asked = signature(model.base_model.get_image_features).parameters
         taken = signature(model.forward).parameters
         return cls(
             name=loaded.name,
+            most_images=most_images,
             image_token_id=model.config.image_token_id,
             placeholder=processor.image_token,
             chat_template=None
@@ -65,6 +67,15 @@ class Vision:
         if self.why_not:
             raise RequestError(f"{self.name} takes no images: {self.why_not}")
 
+    def check_number(self, number: int) -> None:
+        """Raise RequestError if a prompt cannot have so many images."""
+        self.check()
+        if number > self.most_images:
+            raise RequestError(
+                f"the prompt has {number} images, and may have {self.most_images} "
+                f"(limit_mm_per_prompt)"
+            )
+
     def read(
         self, text: str, given: Sequence[Any], *, add_special_tokens: bool = True
     ) -> PromptImages:
@@ -74,8 +85,8 @@ class Vision:
 
         Raises: RequestError.
         """
-        self.check()
-        pictures = [*map(_picture, given)]
+        self.check_number(len(given))
+        pictures = [_picture(each, number) for number, each in enumerate(given)]
         spelled = text.count(self.placeholder)
         if spelled != len(pictures):
             raise RequestError(
@@ -149,8 +160,11 @@ def _content_id(inputs: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def _picture(given: Any) -> Any:
-    """Return an image of Pillow's or an array, in colours. Raises: RequestError."""
+def _picture(given: Any, number: int) -> Any:
+    """Return an image of Pillow's the right way up, or an array, in colours.
+
+    Raises: RequestError.
+    """
     if isinstance(given, Tensor):
         given = given.cpu().numpy()
     if isinstance(given, np.ndarray):
@@ -165,9 +179,14 @@ def _picture(given: Any) -> Any:
             f"{type(given).__name__}"
         )
     try:
-        return given.convert("RGB")  # which reads the file, if it has not been read
+        from PIL import ImageOps
+
+        # It reads the file, if it has not been read. A camera's picture may say how it was held.
+        turned: Any = ImageOps.exif_transpose(given)
+        return turned.convert("RGB")
     except Exception as error:  # of a file that is cut short, or too large: many kinds
-        raise RequestError(f"an image cannot be read: {one_line(error)}") from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise RequestError(f"image number {number} cannot be read: {why}") from error
 
 
 def _why_not(loaded: LoadedModel) -> str:

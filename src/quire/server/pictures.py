@@ -1,115 +1,84 @@
-"""Pictures in a request: ``data:`` URLs, read with Pillow under bounds.
+"""Pictures in a request: their bytes, which come with it or are named by it, and their pixels.
 
-A picture's size is known before its pixels are made, so that a small file cannot become a large
-picture, and requests that are under way cannot hold more pixels than the server allows. Nothing is
-fetched from elsewhere.
+Requests that are under way cannot hold more pixels than the server allows.
 """
 
-import base64
-import binascii
-import io
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.chat.conversation import ChatInput, ChatPrompt
+from quire.chat.picture_bounds import bad, data_of, open_pictures
 from quire.engine.prompts import ShownPrompt
+from quire.errors import RequestError
 from quire.server.request_context import RequestContext
 from quire.server.wire.error_responses import Refused
-from quire.units import format_count
+from quire.server.wire.streams import while_connected
 
-MOST_PICTURES = 64  # in a request
-MOST_PIXELS = 2**25  # of all of them: 96 MiB of colours
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
+_COLOURS = 3  # bytes of a pixel
 
 
 async def shown_prompt(context: RequestContext, prompt: ChatPrompt, chat: ChatInput) -> ShownPrompt:
-    """Read a prompt's images, in a thread, and return it with them.
+    """Read a prompt's images, in threads, and return it with them.
 
     Their pixels are made once it is known that the server has room for them, until it has answered.
-    Raises: Refused; RequestError.
+    Raises: Refused; RequestError; ClientGone.
     """
     vision = context.service.engine.facts.vision
-    opened = await context.in_text_thread(open_pictures, prompt.image_urls)
+    vision.check_number(len(prompt.images))
+    fetched = await while_connected(context.http.receive, _fetched(context, prompt.images))
+    num_bytes = sum(map(len, fetched.values()))
+    opened = await context.in_text_thread(_opened, prompt.images, fetched, num_bytes=num_bytes)
     num_pixels = sum(picture.width * picture.height for picture in opened)
     context.until_answered.enter_context(context.service.admission.hold_pixels(num_pixels))
 
     def shown() -> ShownPrompt:
-        pictures = in_colours(opened)
-        read = vision.read(prompt.text, pictures, add_special_tokens=chat.add_special_tokens)
+        read = vision.read(prompt.text, opened, add_special_tokens=chat.add_special_tokens)
         return ShownPrompt(token_ids=read.token_ids, images=read)
 
-    return await context.in_text_thread(shown)
+    return await context.in_text_thread(shown, num_bytes=_COLOURS * num_pixels)
 
 
-def open_pictures(urls: Sequence[str]) -> list[Any]:
-    """Return the pictures of ``data:`` URLs as Pillow's, of which only the sizes have been read.
+async def _fetched(context: RequestContext, addresses: Sequence[Any]) -> dict[int, bytes]:
+    """Return the bytes of pictures that are elsewhere, by number. They count as the key's bodies.
 
-    Raises: Refused for what is no picture, of another kind, or too large (400), and where Pillow is
-    not installed (501).
+    Raises: as ``shown_prompt``.
     """
+    media, caller = context.service.media, context.caller
+    take = context.until_queued.enter_context(context.service.bodies.one(caller))
+
+    async def one(number: int, url: str) -> bytes:
+        try:
+            return await media.read(url, caller.number, take)
+        except RequestError as error:
+            raise bad(number, f"cannot be had: {error}") from None
+
+    doing = {
+        number: asyncio.ensure_future(one(number, address))
+        for number, address in enumerate(addresses)
+        if isinstance(address, str) and media.reads(address)
+    }
     try:
-        from PIL import Image
-    except ImportError as error:
+        return dict(zip(doing, await asyncio.gather(*doing.values()), strict=True))
+    finally:
+        for task in doing.values():
+            task.cancel()
+        await asyncio.gather(*doing.values(), return_exceptions=True)
+
+
+def _opened(addresses: Sequence[Any], fetched: Mapping[int, bytes]) -> list[Any]:
+    """Open all pictures. Raises: Refused where Pillow is not installed; RequestError."""
+    try:
+        return open_pictures(
+            [
+                fetched[number] if number in fetched else data_of(address, number)
+                for number, address in enumerate(addresses)
+            ]
+        )
+    except ModuleNotFoundError as error:
         raise Refused(
             501,
             f"this server cannot read pictures ({error}): its operator can pip install "
             "'quire[images]'",
             code="not_installed",
         ) from error
-    if len(urls) > MOST_PICTURES:
-        raise _bad(f"there are {len(urls)} and may be {MOST_PICTURES}")
-    left = MOST_PIXELS
-    found: list[Any] = []
-    for number, url in enumerate(urls):
-        data = _data(url, number)
-        with _readable(number):
-            opened = Image.open(io.BytesIO(data), formats=_FORMATS)
-        width, height = opened.size
-        left -= width * height
-        if left < 0:
-            raise _bad(
-                f"number {number} has {format_count(width)} × {format_count(height)} "
-                f"pixels, and all together may have {format_count(MOST_PIXELS)}"
-            )
-        found.append(opened)
-    return found
-
-
-def in_colours(opened: Sequence[Any]) -> list[Any]:
-    """Make the pixels of pictures: in colours, and the right way up. Raises: Refused (400)."""
-    from PIL import ImageOps
-
-    found: list[Any] = []
-    for number, picture in enumerate(opened):
-        with _readable(number), picture:
-            found.append(ImageOps.exif_transpose(picture).convert("RGB"))
-    return found
-
-
-@contextmanager
-def _readable(number: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # each format has kinds of its own
-        said = " ".join(str(error).split())[:120].replace(f" {io.BytesIO.__name__}", "")
-        raise _bad(f"number {number} cannot be read: {type(error).__name__}: {said}") from None
-
-
-def _data(url: str, number: int) -> bytes:
-    head = _URL.match(url)
-    if head is None:
-        raise _bad(
-            f"number {number} is {url[:40]!r}: give it as data:image/png;base64,… (JPEG, WebP, GIF "
-            "and BMP too), for this server fetches nothing"
-        )
-    try:
-        return base64.b64decode(url[head.end() :], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise _bad(f"number {number} is not base64: {error}") from None
-
-
-def _bad(why: str) -> Refused:
-    return Refused(400, f"image_url: {why}", code="bad_image")

@@ -15,6 +15,7 @@ from quire.server.admission_control import AdmissionControl, Bounds
 from quire.server.api_keys import Keys, Origins
 from quire.server.fair_shares import Bodies, TextThreads
 from quire.server.logs import RequestWriter
+from quire.server.media_files import MediaFiles
 from quire.server.metrics.exposition import Metrics
 from quire.server.metrics.family import MetricSource
 from quire.server.request_params import sampling_defaults
@@ -77,6 +78,12 @@ class Service:
         self.responses = Store(config.max_stored_response_bytes)
         self.background = Background(config.max_background_responses)
         self.text_threads = TextThreads()
+        self.media = MediaFiles(
+            config.allowed_media_domains,
+            config.allowed_local_media_path,
+            timeout_s=config.image_fetch_timeout,
+            most_bytes=config.max_request_bytes,
+        )
         self._changing_sleep = asyncio.Lock()
         self._num_aborting = 0  # sleepers that abort what runs
 
@@ -158,6 +165,7 @@ class Service:
         """End tasks, threads and processes. The engine's owner closes the engine."""
         self.background.close()
         self.text_threads.close()
+        self.media.close()
         if self.tracer is not None:
             self.tracer.close()
         if self.request_log is not None:

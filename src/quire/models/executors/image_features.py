@@ -81,8 +81,9 @@ def as_model_takes(inputs: Mapping[str, Tensor], model: PreTrainedModel) -> dict
 
 # -- features --------------------------------------------------------------------------------------
 
-# How a model wants to be given rows: one tensor of them, of images of them, or a list.
-_Form: TypeAlias = Literal["rows", "images", "list"]
+# How a model wants to be given rows: one tensor of them, of images of them, or a list; or as its
+# encoder's hidden state, which it projects itself.
+_Form: TypeAlias = Literal["rows", "images", "list", "hidden"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,7 +98,9 @@ class Features:
         """Read an encoder's output. Raises: ValueError for another number of rows."""
         first = encoded.pooler_output
         form: _Form = "list"
-        if isinstance(first, Tensor):
+        if first is None:
+            first, form = encoded.last_hidden_state, "hidden"
+        elif isinstance(first, Tensor):
             form = "rows" if first.ndim == 2 else "images"
         deeper = getattr(encoded, "deepstack_features", None) or ()
         levels = tuple(map(_rows, [first, *deeper]))
@@ -165,8 +168,11 @@ class StepImages:
         levels = [torch.cat(each) for each in zip(*several, strict=True)]
         if levels:
             first, *deeper = levels
-            forms = {"rows": first, "images": first[None], "list": [first]}
-            encoded = EncodedImages(pooler_output=forms[self._form or "list"])
+            if self._form == "hidden":
+                encoded = EncodedImages(last_hidden_state=first)
+            else:
+                forms = {"rows": first, "images": first[None], "list": [first]}
+                encoded = EncodedImages(pooler_output=forms[self._form or "list"])
             if deeper:
                 encoded.deepstack_features = [[rows] for rows in deeper]
             given["mm_encoder_outputs"] = {"image": encoded}

@@ -19,6 +19,7 @@ from quire.server.endpoints.generation import (
     reasoning_kwargs,
     take_turn,
 )
+from quire.server.pictures import shown_prompt
 from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
 from quire.server.schemas.request_fields import (
@@ -232,9 +233,12 @@ async def messages(
 
 async def count_tokens(context: RequestContext, asked: CountTokensRequest) -> Json[CountedTokens]:
     """Count the tokens of a prompt."""
-    service = context.service
-    prompt = await context.in_text_thread(service.chat.prompt, _conversation(asked))
-    return as_json(context, CountedTokens(input_tokens=len(prompt.token_ids)))
+    chat = _conversation(asked)
+    prompt = await context.in_text_thread(context.service.chat.prompt, chat)
+    token_ids = prompt.token_ids
+    if prompt.images:
+        token_ids = (await shown_prompt(context, prompt, chat)).token_ids
+    return as_json(context, CountedTokens(input_tokens=len(token_ids)))
 
 
 def _conversation(asked: MessagesRequest | CountTokensRequest) -> ChatInput:

@@ -538,14 +538,14 @@ async def turn_request(
             400, "the chat template writes nothing for these messages: give one of them a text"
         )
     shown: ShownPrompt | None = None
-    if prompt.image_urls:
-        shown = await shown_prompt(context, prompt, chat)
+    if prompt.images:
         if asked.truncate_prompt_tokens is not None:
             raise invalid(
                 "truncate_prompt_tokens",
                 "truncate_prompt_tokens: a prompt with images cannot be cut, for that could be "
                 "within one",
             )
+        shown = await shown_prompt(context, prompt, chat)
         token_ids = list(shown.token_ids)
     else:
         token_ids = _truncated(context, list(prompt.token_ids), asked, leaves=1)

@@ -10,6 +10,7 @@ import msgspec
 
 from quire.chat.api_inputs import from_responses
 from quire.chat.conversation import Chat, ChatInput
+from quire.chat.plain_json import has_images
 from quire.errors import RequestTooLong
 from quire.server.endpoints.answers import Json, as_events, as_json, as_written
 from quire.server.endpoints.generation import ChatTurn, reasoning_kwargs, take_turn
@@ -33,7 +34,7 @@ from quire.server.schemas.response_request import (
     TextFormat,
 )
 from quire.server.service import Service
-from quire.server.wire.error_responses import Refused
+from quire.server.wire.error_responses import Refused, invalid
 from quire.server.wire.streams import RESPONSES, EventStream, all_of
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -194,6 +195,12 @@ def _conversation(
     kwargs = {**reasoning_kwargs(effort), **(asked.chat_template_kwargs or {})}
     chat = replace(chat, chat_template_kwargs=kwargs)
     if asked.truncation == "auto":
+        if any(has_images(message.get("content")) for message in chat.messages):
+            raise invalid(
+                "truncation",
+                "truncation: a conversation with images is not cut: leave truncation out, and drop "
+                "what is not needed",
+            )
         most = service.max_model_len - (asked.max_output_tokens or 1)
         chat = _shortened(service.chat, chat, most)
     return chat

@@ -80,7 +80,7 @@ async def tokenize(context: RequestContext, asked: TokenizeRequest) -> Json[Toke
         )
         prompt = await context.in_text_thread(service.chat.prompt, conversation)
         token_ids = list(prompt.token_ids)
-        if prompt.image_urls:
+        if prompt.images:
             token_ids = list((await shown_prompt(context, prompt, conversation)).token_ids)
     else:
         special = asked.add_special_tokens is not False

@@ -1,0 +1,270 @@
+"""Classes that see, tiny, and a processor that stands in for each one's own.
+
+A stand-in makes of a picture what the class's encoder takes, by the names of its arguments, and as
+many placeholders as the encoder makes features. What published processors do besides (sizes, marks
+around an image, tiles) is not judged here.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from seers import token_id, word_tokenizer
+from zoo.sizes import tiny_sizes
+
+SIDE, PATCH = 28, 14
+_WIDTH, _SHIFT = 0.08, 0.05
+_Sizes = dict[str, Any]
+# Of sections that see; those of text are zoo.sizes'.
+SIGHT: _Sizes = dict(
+    image_size=SIDE,
+    patch_size=PATCH,
+    num_channels=3,
+    depth=2,
+    embed_dim=64,
+    out_hidden_size=64,
+    output_dim=64,
+    mlp_ratio=2,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+    window_size=56,
+    fullatt_block_indexes=[1],
+    deepstack_visual_indexes=[0, 1],
+    num_position_embeddings=16,
+    projection_dim=64,
+    vision_output_dim=64,
+    projector_hidden_size=64,
+    projector_input_dim=64,
+    projector_output_dim=64,
+    encoder_hidden_size=64,
+    num_query_tokens=4,
+    mm_tokens_per_image=4,
+    image_seq_length=4,
+    vision_feature_layer=-1,
+    cross_attention_hidden_size=64,
+)
+# What single classes need besides; a section's in a mapping.
+_TILES: _Sizes = dict(image_grid_pinpoints=[[SIDE, SIDE]])
+_OMNI: _Sizes = dict(vision_start_token_id=token_id("<boi>"), vision_end_token_id=token_id("<eoi>"))
+_SMALL_AXES: _Sizes = dict(rope_parameters={"mrope_section": [1, 1, 2]})
+_MERGED: _Sizes = dict(out_hidden_size=256)  # four patches beside each other
+_AXES: _Sizes = dict(
+    text_config=dict(
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
+    )
+)
+_WINDOWS: _Sizes = dict(vision_config=dict(window_size=2))
+OWN: dict[str, _Sizes] = {
+    "deepseek_vl_hybrid": dict(high_res_vision_config=dict(window_size=2)),
+    "got_ocr2": _WINDOWS,
+    "pp_chart2table": _WINDOWS,
+    "aria": dict(projector_patch_to_query_dict={4: 4}),
+    "exaone4_5": dict(text_config=dict(model_type="exaone4")),
+    "glm4v_moe": dict(text_config=_SMALL_AXES),
+    "granite4_vision": _TILES,
+    "kimi_k25": dict(projection_hidden_size=64),
+    "llama4": dict(
+        vision_config=dict(intermediate_size=256, projector_input_dim=64, vision_output_dim=64)
+    ),
+    "hunyuan_vl": _AXES,
+    "qwen3_vl_moe": dict(text_config=dict(sliding_window=None)),
+    "inkling2": dict(vision_config=dict(text_hidden_size=64)),
+    "glm5_next": dict(text_config=dict(num_key_value_heads=4, index_topk=16)),
+    "granite_docling": dict(scale_factor=2, image_seq_len=1),
+    "mistral_large4": dict(text_config=dict(num_key_value_heads=4, head_dim=None)),
+    "muse_glimmer": _MERGED,
+    "muse_spark": _MERGED,
+    "llava_next_video": _TILES,
+    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl"), _AXES),
+    "qwen2_5_omni_thinker": {**_OMNI, **_AXES},
+    "qwen3_omni_moe_thinker": {**_OMNI, "text_config": dict(sliding_window=None)},
+}
+
+
+def seeing_class(model_type: str) -> type[PreTrainedModel]:
+    """What ``AutoModelForImageTextToText`` makes of this ``model_type``."""
+    found: type[PreTrainedModel] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[model_type]]
+    return found
+
+
+def tiny_seer(model_type: str) -> tuple[PreTrainedModel, "StandIn"]:
+    """A model in float32 with eager attention, and what stands in for its processor.
+
+    Raises: whatever its classes do.
+    """
+    own = CONFIG_MAPPING[model_type]
+    config = own(**_merged(tiny_sizes(own, model_type, SIGHT), OWN.get(model_type, {})))
+    _renumber(config)
+    torch.manual_seed(0)
+    made = seeing_class(model_type)._from_config(config, attn_implementation="eager")
+    model: PreTrainedModel = made.eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, _WIDTH)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=_SHIFT)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    return model, StandIn(model)
+
+
+class StandIn:
+    """Writes as many placeholders as the encoder makes features."""
+
+    image_token = "<image>"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self.tokenizer = model, word_tokenizer()
+        self.image_processor = self  # by which the loader knows a processor
+
+    def __call__(self, *, text: list[str], images: list[list[Any]], **_: Any) -> dict[str, Tensor]:
+        base = self._model.base_model
+        each = [inputs_of(self._model, np.asarray(image)) for image in images[0]]
+        words = text[0].split(self.image_token)
+        written = words[0]
+        for alone, after in zip(each, words[1:], strict=True):
+            with torch.no_grad():
+                made = base.get_image_features(**alone, return_dict=True)
+            encoded = made.last_hidden_state if made.pooler_output is None else made.pooler_output
+            parts = [encoded] if isinstance(encoded, Tensor) else encoded
+            count = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in parts)
+            written += f" {' '.join([self.image_token] * count)} {after}"
+        ids = torch.tensor([self.tokenizer(written)["input_ids"]])
+        types = (ids == token_id(self.image_token)).long()
+        together = {name: torch.cat([alone[name] for alone in each]) for name in each[0]}
+        return {
+            "input_ids": ids,
+            "mm_token_type_ids": types,
+            "token_type_ids": types,
+            **together,
+        }
+
+
+def inputs_of(model: PreTrainedModel, pixels: Any) -> dict[str, Tensor]:
+    """What an encoder takes of u8[height, width, 3], cut to its size."""
+    taken = inspect.signature(model.base_model.get_image_features).parameters
+    square = torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() / 127.5 - 1
+    kind = model.config.model_type
+    if "image_grid_thw" in taken:
+        return _patches(model, square)
+    side = _side(model)
+    if kind in ("lighton_ocr", "mistral3", "mistral_large4"):  # sides are its patches' multiples
+        side = 4 * PATCH
+    square = torch.nn.functional.interpolate(square[None], (side, side), mode="bilinear")
+    if "spatial_shapes" in taken:
+        return _flat(square)
+    if "target_sizes" in taken:
+        return _strip(model, square)
+    given: dict[str, Tensor] = {"pixel_values": square}
+    if kind in ("idefics2", "smolvlm", "granite_docling"):
+        given["pixel_values"] = square[None]
+    if kind == "granite_docling":
+        given["pixel_attention_mask"] = torch.ones(1, 1, dtype=torch.bool)
+    if kind in ("granite4_vision", "llava_next_video"):  # the whole, and one tile
+        given["pixel_values"] = square[None].expand(1, 2, -1, -1, -1).clone()
+    if "high_res_pixel_values" in taken:
+        sharp = model.config.high_res_vision_config.image_size
+        given["high_res_pixel_values"] = torch.nn.functional.interpolate(square, (sharp, sharp))
+    if "pixel_mask" in taken:
+        given["pixel_mask"] = torch.ones(1, side, side, dtype=torch.bool)
+    if "image_sizes" in taken and kind not in ("llava", "vipllava"):
+        given["image_sizes"] = torch.tensor([[side, side]])
+    return given
+
+
+def _side(model: PreTrainedModel) -> int:
+    size = getattr(model.config.vision_config, "image_size", SIDE)
+    return int(size[0] if isinstance(size, list | tuple) else size)
+
+
+def _flat(square: Tensor) -> dict[str, Tensor]:
+    """A row of pixels for each patch, as Siglip 2 reads them."""
+    side = square.shape[-1] // PATCH
+    rows = torch.nn.functional.unfold(square, PATCH, stride=PATCH).transpose(1, 2)
+    return {
+        "pixel_values": rows,
+        "spatial_shapes": torch.tensor([[side, side]]),
+        "pixel_attention_mask": torch.ones(1, side * side, dtype=torch.long),
+    }
+
+
+def _strip(model: PreTrainedModel, square: Tensor) -> dict[str, Tensor]:
+    """All patches beside each other, as MiniCPM reads them: four by four of them."""
+    patch = model.config.vision_config.patch_size
+    made = torch.nn.functional.interpolate(square, (4 * patch, 4 * patch))
+    rows = torch.nn.functional.unfold(made, patch, stride=patch)  # [1, 3 × patch², 16]
+    strip = rows.reshape(1, 3, patch, patch, 16).permute(0, 1, 2, 4, 3).reshape(1, 3, patch, -1)
+    return {"pixel_values": strip, "target_sizes": torch.tensor([[4, 4]])}
+
+
+def _patches(model: PreTrainedModel, square: Tensor) -> dict[str, Tensor]:
+    """A row of pixels for each patch, those that are merged behind each other, as Qwen-VL's are."""
+    kind = model.config.model_type
+    sight = model.config.vision_config
+    patch = sight.patch_size
+    merge = getattr(sight, "spatial_merge_size", 2)
+    merge = merge if isinstance(merge, int) else 2
+    side = 2 * merge
+    made = torch.nn.functional.interpolate(square[None], (side * patch, side * patch))[0]
+    cut = made.reshape(3, 2, merge, patch, 2, merge, patch).permute(1, 4, 2, 5, 0, 3, 6)
+    if kind in ("kimi_k25", "paddleocr_vl"):
+        pixels = cut.reshape(side * side, 3, patch, patch)
+    else:
+        times = 1 if kind in _STILL else getattr(sight, "temporal_patch_size", 2)
+        rows = cut[:, :, :, :, :, None].expand(*cut.shape[:5], times, patch, patch)
+        pixels = rows.reshape(side * side, -1)
+    given = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+    if kind == "video_llama_3":
+        given["image_merge_sizes"] = torch.tensor([merge])
+    return given
+
+
+_STILL = ("cosmos3_edge", "hunyuan_vl", "video_llama_3")  # a patch is of one moment
+
+
+# -- configs ---------------------------------------------------------------------------------------
+
+
+def _merged(sizes: _Sizes, own: _Sizes) -> _Sizes:
+    """Put a class's own sizes over the common ones, section by section; None drops one."""
+    found = dict(sizes)
+    for name, value in own.items():
+        if isinstance(value, Mapping) and isinstance(found.get(name), Mapping):
+            found[name] = _merged(dict(found[name]), dict(value))
+        elif value is None:
+            found.pop(name, None)
+        else:
+            found[name] = value
+    return found
+
+
+# Marks of a config that must be tokens of a small vocabulary.
+_MARKS: tuple[tuple[Callable[[str], bool], str], ...] = (
+    (lambda name: name.startswith("image_token"), "<image>"),
+    (lambda name: name.startswith("video_token"), "<video>"),
+    (lambda name: "start" in name or "boi" in name, "<boi>"),
+    (lambda name: "end" in name or "eoi" in name, "<eoi>"),
+)
+
+
+def _renumber(config: PreTrainedConfig) -> None:
+    """Give all marks ids that the vocabulary has."""
+    for name, value in [*vars(config).items()]:
+        if isinstance(value, PreTrainedConfig):
+            _renumber(value)
+        if name == "image_token_id" and value is None:
+            value = len(word_tokenizer())
+        if not name.endswith(("token_id", "token_index")) or not isinstance(value, int):
+            continue
+        mark = next((word for fits, word in _MARKS if fits(name)), None)
+        if mark is not None:
+            setattr(config, name, token_id(mark))
+        elif value >= len(word_tokenizer()):
+            setattr(config, name, token_id("<unk>"))
