@@ -6,7 +6,7 @@ import pytest
 
 from quire import LLM, CacheRetention, SamplingParams
 from quire.errors import RequestError
-from quire.kv import STRATEGIES
+from quire.kv import STRATEGIES, PrefixKeys
 from quire.kv.retention import RetainedBlocks
 from tiny import CONFIGS, random_model
 
@@ -83,6 +83,18 @@ def test_a_client_that_hangs_up_has_not_said_that_its_conversation_ends() -> Non
         llm.generate([PROMPT], ends)
         assert said == [False, True]
         assert not isinstance(llm.accounting.pools[0].evictable, RetainedBlocks)
+
+
+def test_salts_make_no_other_client_of_one() -> None:
+    with LLM(random_model(CONFIGS["llama"]()), **OPTIONS) as llm:
+        for salt in ("a", "b"):
+            keys = PrefixKeys(tenant="t", salt=salt)
+            llm.start(llm.request(PROMPT, keeping(CacheRetention()), keys=keys), lambda _: None)
+            while llm.step():
+                pass
+        policy = llm.accounting.pools[0].evictable
+        assert isinstance(policy, RetainedBlocks)
+        assert {name: each.num_blocks for name, each in policy._owners.items()} == {"t": 8}
 
 
 def test_a_retention_out_of_its_limits_is_refused_by_name() -> None:

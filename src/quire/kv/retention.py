@@ -103,10 +103,10 @@ class RetainedBlocks(EvictionPolicy):
     def retain(
         self, blocks: Ids, are_free: npt.NDArray[np.bool_], seconds: Seconds, owner: str
     ) -> int:
-        """Hold back cached blocks (distinct, deepest first) for so many seconds each.
+        """Hold back cached blocks (i64[n], distinct, deepest first) for ``seconds`` (f64[n]) each.
 
-        ``are_free`` tells which of them no sequence holds. Returns: how many of the last ones are
-        retained now, without a gap.
+        ``are_free`` (bool[n]) tells which of them no sequence holds. Returns: how many of the last
+        ones are retained now.
         """
         self._lapse()
         if not len(blocks):
