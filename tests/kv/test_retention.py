@@ -82,10 +82,10 @@ def test_asking_again_begins_the_time_anew_and_no_mark_shortens_another() -> Non
     cache.serve(0, prompt, 300)
     cache.clock.now_s += 299
     cache.serve(1, prompt, 300)
-    cache.clock.now_s += 299
+    cache.clock.now_s += 200
     cache.flood(40)
-    assert cache.serve(2, prompt, 1) == len(prompt) - 1  # it is asked for a second from now on …
-    cache.clock.now_s += 0.5
+    assert cache.serve(2, prompt, 1) == len(prompt) - 1  # a second, and 100 are left
+    cache.clock.now_s += 99
     cache.flood(40)
     assert cache.lookup(prompt).num_tokens == len(prompt) - 1
 
