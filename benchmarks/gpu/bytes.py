@@ -6,6 +6,7 @@ free before, during and after sequences; and that a page is seen at two addresse
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -18,6 +19,11 @@ from quire.units import format_bytes
 
 BLOCK_SIZE = 16
 MOST_BYTES_OF_100_TOKENS = 18 * MIB
+_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "virtual": ("virtual", {}),
+    "virtual, shared": ("virtual", {"shares_pages": True}),
+    "growing by 128": ("growing", {"growth_tokens": 128}),
+}
 
 
 def bytes(setting: Setting) -> None:
@@ -33,6 +39,8 @@ def _take_what_stays(setting: Setting) -> None:
     for _ in _sessions(memory, driver, setting.geometry, (1,), 1024):
         setting.wait()
     memory.trim()
+    for name in _FORMS:
+        _taken(setting, name, 1024)
 
 
 def _session(setting: Setting) -> None:
@@ -67,41 +75,18 @@ def _session(setting: Setting) -> None:
             "== 0",
             left == 0,
         )
-    _a_hundred_tokens(setting, geometry, whole)
+    _a_hundred_tokens(setting, whole)
     seen = _is_seen_twice(memory, setting.device.type)
     claim("a page is seen at two addresses", float(seen), None, "true", "== 1", seen)
     columns = "layers a page | taken | computed | left after release"
     show("100 tokens of one sequence, by the driver's count", columns, rows)
 
 
-def _a_hundred_tokens(setting: Setting, geometry: Geometry, whole: int) -> None:
+def _a_hundred_tokens(setting: Setting, whole: int) -> None:
     """What the strategies' own storages take of the driver for them, in the engine's layout."""
-    forms = {
-        "virtual": ("virtual", {}),
-        "virtual, shared": ("virtual", {"shares_pages": True}),
-        "growing by 128": ("growing", {"growth_tokens": 128}),
-    }
     rows = []
-    for name, (strategy, options) in forms.items():
-        memory, driver = setting.memory()
-        before = driver.free_and_total()[0]
-        sizes = CacheConfig(
-            max_model_len=whole,
-            max_num_seqs=4,
-            capacity_bytes=16 * GIB,
-            block_size=BLOCK_SIZE,
-            page_bytes=memory.page_bytes,
-            layers_per_page="auto",
-            **options,
-        )
-        accounting = build_accounting(strategy, geometry.model(whole), sizes)
-        storage = build_storage(strategy, accounting, memory)
-        accounting.add(0)
-        assert isinstance(accounting.try_extend(0, 100), Fits)
-        storage.apply(accounting.drain())
-        taken, counted = before - driver.free_and_total()[0], accounting.usage().committed_bytes
-        storage.close()
-        memory.trim()
+    for name in _FORMS:
+        taken, counted = _taken(setting, name, whole)
         rows.append([name, format_bytes(taken), format_bytes(counted)])
         claim(
             f"100 tokens at {whole} maximum, {name}",
@@ -113,6 +98,31 @@ def _a_hundred_tokens(setting: Setting, geometry: Geometry, whole: int) -> None:
         )
     columns = "strategy | taken of the driver | by the accounting"
     show("100 tokens under a strategy", columns, rows)
+
+
+def _taken(setting: Setting, form: str, whole: int) -> tuple[int, int]:
+    """Return what 100 tokens take of the driver in bytes, and what the accounting says."""
+    strategy, options = _FORMS[form]
+    memory, driver = setting.memory()
+    before = driver.free_and_total()[0]
+    sizes = CacheConfig(
+        max_model_len=whole,
+        max_num_seqs=4,
+        capacity_bytes=16 * GIB,
+        block_size=BLOCK_SIZE,
+        page_bytes=memory.page_bytes,
+        layers_per_page="auto",
+        **options,
+    )
+    accounting = build_accounting(strategy, setting.geometry.model(whole), sizes)
+    storage = build_storage(strategy, accounting, memory)
+    accounting.add(0)
+    assert isinstance(accounting.try_extend(0, 100), Fits)
+    storage.apply(accounting.drain())
+    taken, counted = before - driver.free_and_total()[0], accounting.usage().committed_bytes
+    storage.close()
+    memory.trim()
+    return taken, counted
 
 
 def _release(setting: Setting) -> None:

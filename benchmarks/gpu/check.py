@@ -24,6 +24,7 @@ def check(asked: dict[str, Any]) -> int:
     # Other releases warn of other things; what they compute is what counts here.
     options += ["-W", "default", "-p", "no:cacheprovider", "-p", "no:xdist", "-s", "-q"]
     options += ["--no-header", "--no-summary", "--continue-on-collection-errors"]
+    options += ["-k", part.select] if part.select else []
     files = [str(ROOT / "tests" / name) for name in part.files]
     code = pytest.main([*options, *files], plugins=[Telling(asked)])
     if code in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):

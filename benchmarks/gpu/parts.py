@@ -18,6 +18,7 @@ class Part:
     limit_s: float  # for all of it
     quiet_s: float = 60.0  # without a line of output, after which it hangs: a test, and its start
     files: tuple[str, ...] = ()  # below tests/; without any, it measures
+    select: str = ""  # by names, as pytest's -k
     needs: tuple[str, ...] = ("torch", "numpy")
     full: bool = True  # also what is otherwise sampled
     shards: int = 1  # processes that share its tests: a compiler uses one core
@@ -29,7 +30,8 @@ class Part:
 
 ENVIRONMENT = "environment"
 _TESTS = ("torch", "numpy", "pytest", "hypothesis")
-_ENGINES = (*_TESTS, "transformers")
+_QUIRE = ("torch", "numpy", "transformers", "safetensors", "msgspec", "xxhash")
+_ENGINES = (*_TESTS, *_QUIRE)
 PARTS: Mapping[str, Part] = MappingProxyType(
     {
         ENVIRONMENT: Part(limit_s=150, quiet_s=120, needs=()),
@@ -49,9 +51,15 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             quiet_s=150,  # one compiles what others wait for
             needs=_TESTS,
             files=("conformance/test_attention.py", "conformance/test_attention_gpu.py"),
+            select="not flashinfer",
             shards=6,
         ),
-        "engine": Part(limit_s=120, needs=_ENGINES, files=("engine/test_on_device.py",)),
+        "engine": Part(
+            limit_s=200,
+            quiet_s=140,  # FlashInfer compiles
+            needs=_ENGINES,
+            files=("engine/test_on_device.py",),
+        ),
         "graphs": Part(limit_s=120, needs=_ENGINES, files=("devices/test_graphs_on_gpu.py",)),
         "sampling": Part(
             limit_s=120,
@@ -67,7 +75,15 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         ),
         "decode": Part(limit_s=120, quiet_s=120),
         "prefill": Part(limit_s=120, quiet_s=120),
-        "throughput": Part(limit_s=180, quiet_s=180, needs=("torch", "numpy", "transformers")),
+        "throughput": Part(limit_s=300, quiet_s=180, needs=_QUIRE),
+        "flashinfer": Part(
+            limit_s=420,
+            quiet_s=300,  # it compiles a kernel for each width and dtype, a minute each
+            needs=_TESTS,
+            files=("conformance/test_attention_gpu.py",),
+            select="flashinfer",
+            shards=8,
+        ),
         "layouts": Part(limit_s=90, quiet_s=90),
         "growing": Part(limit_s=60),
         "bytes": Part(limit_s=60),

@@ -150,7 +150,9 @@ _MOST_BYTES = 64 * 2**20  # of results that wait on the device for a copy
 def wait_for(device: torch.device) -> None:
     """Wait until all that was launched on a device is done; the CPU's work is done at once."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        # By an event: torch cannot tell a wait for a stream from one that was not meant
+        # (``torch.cuda.set_sync_debug_mode``).
+        torch.cuda.current_stream(device).record_event().synchronize()
 
 
 class Results:

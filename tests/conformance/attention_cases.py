@@ -216,6 +216,9 @@ class _InView:
         self.regions.append(self._upstream.reserve(nbytes, heap_bytes=heap_bytes))
         return self.regions[-1]
 
+    def used_on(self, stream: int, *, ends: bool = False) -> None:
+        self._upstream.used_on(stream, ends=ends)
+
     def committed(self) -> list[Tensor]:
         """u8: each page."""
         return [

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,8 @@ class MemoryCase:
     in_heaps: Callable[[], int]  # bytes of pages of all heaps that are alive
     reads_zeros: bool = True  # where nothing is committed, or shown
     poll: Callable[[], object] = bool  # gives back what is given back with the next call only
+    # Whether an address belongs to a reservation; where the system has a list of them.
+    is_reserved: Callable[[int], bool] = field(default_factory=lambda: is_mapped)
 
 
 def host_case(provider: MemoryProvider) -> MemoryCase:
@@ -81,7 +83,20 @@ def gpu_case(wrapped: Callable[[MemoryProvider], MemoryProvider]) -> MemoryCase:
         in_heaps=lambda: memory.physical_bytes,
         reads_zeros=False,
         poll=lambda: memory.poll(wait=True),
+        is_reserved=lambda address: is_reserved(address, memory.page_bytes),
     )
+
+
+def is_reserved(address: int, page_bytes: int) -> bool:
+    """Whether the driver gives the page of addresses to another who asks for just these.
+
+    The system's list of mappings has all that the driver holds for itself.
+    """
+    functions, start = load_driver_functions(), address - address % page_bytes
+    code, found = functions.cuMemAddressReserve(page_bytes, page_bytes, start, 0)  # type: ignore[attr-defined]
+    assert int(code) == 0
+    functions.cuMemAddressFree(found, page_bytes)  # type: ignore[attr-defined]
+    return int(found) != start
 
 
 def mapped_bytes(address: int, nbytes: int, page_bytes: int) -> int:

@@ -199,7 +199,7 @@ def test_a_query_may_lie_anywhere(name: str) -> None:
     case = shaped_case("paged", "full", 1, "float32")
     backend = make_backend(name, case)
     tokens, heads, width = case.q.shape
-    wide = torch.full((tokens, 3 * heads + 1, width + 5), torch.nan, dtype=case.q.dtype)
+    wide = case.q.new_full((tokens, 3 * heads + 1, width + 5), torch.nan)
     cut = wide[:, heads : 2 * heads, 2 : 2 + width]
     cut.copy_(case.q)
     turned = case.q.permute(2, 0, 1).contiguous().permute(1, 2, 0)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from conformance.memory_cases import CASES, GIB, SHARING_CASES, MemoryCase, is_mapped, sharing_case
+from conformance.memory_cases import CASES, GIB, SHARING_CASES, MemoryCase, sharing_case
 from quire.errors import MemoryUnavailable
 from quire.memory import MemoryProvider, Region, Window
 
@@ -349,13 +349,13 @@ def test_closing_the_region_under_live_tensors_leaves_zeros(
         assert own.eq(0).all()
     assert taken() == 0
     addresses = own.data_ptr(), seen.data_ptr()
-    assert all(map(is_mapped, addresses))
+    assert all(map(case.is_reserved, addresses))
     del own, seen
     held.clear()
     region = None
     gc.collect()
     case.poll()
-    assert not any(map(is_mapped, addresses))
+    assert not any(map(case.is_reserved, addresses))
 
 
 def test_closing_a_window_under_a_live_tensor_leaves_zeros(case: MemoryCase, page: int) -> None:
@@ -369,11 +369,11 @@ def test_closing_a_window_under_a_live_tensor_leaves_zeros(case: MemoryCase, pag
     if case.reads_zeros:
         assert seen.eq(0).all()
     assert pages(other, page)[:, 0].tolist() == list(range(1, 9))
-    assert is_mapped(address)
+    assert case.is_reserved(address)
     del seen, window, each
     gc.collect()
     case.poll()
-    assert not is_mapped(address)
+    assert not case.is_reserved(address)
 
 
 NAMES = ("region", "window", "own", "seen")
@@ -382,7 +382,7 @@ NAMES = ("region", "window", "own", "seen")
 @pytest.mark.parametrize("order", list(itertools.permutations(NAMES)), ids="-".join)
 def test_things_may_be_dropped_in_any_order(order: tuple[str, ...]) -> None:
     """Without ``close``: bytes stay as long as a tensor sees them, and no longer."""
-    case = sharing_case("host")
+    case = sharing_case(SHARING_CASES[0])
     page = case.provider.page_bytes
     gc.collect()
     before = case.in_heaps()
@@ -401,9 +401,9 @@ def test_things_may_be_dropped_in_any_order(order: tuple[str, ...]) -> None:
         if "seen" in held:
             assert held["seen"].view(-1, page)[:8, 0].tolist() == list(range(9, 17))
         if not held.keys() & {"own", "region", "window"}:
-            assert not is_mapped(addresses["own"])
+            assert not case.is_reserved(addresses["own"])
         if not held.keys() & {"seen", "window"}:
-            assert not is_mapped(addresses["seen"])
+            assert not case.is_reserved(addresses["seen"])
     assert case.in_heaps() == before
 
 

@@ -37,8 +37,12 @@ def test_what_is_marked_for_a_device_belongs_to_one_part() -> None:
     assert others == [ways / "cases.py"]
     marked = {path for path, text in tests.items() if MARKED.search(text)}
     marked |= {path for path in ways.glob("test_*.py") if re.search(r'"way"|\(way', tests[path])}
-    of_parts = [name for part in PARTS.values() for name in part.files]
-    assert sorted(of_parts) == sorted(str(path.relative_to(TESTS)) for path in marked)
+    of_parts = [(name, part.select) for part in PARTS.values() for name in part.files]
+    names = [str(path.relative_to(TESTS)) for path in marked]
+    assert sorted({name for name, _ in of_parts}) == sorted(names)
+    for name in names:  # in one part, or divided between two
+        selected = {select for file, select in of_parts if file == name}
+        assert selected in ({""}, {"flashinfer", "not flashinfer"}, {"not flashinfer"}), name
 
 
 # -- whatever goes wrong -------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_one_copy_and_one_wait() -> None:
             under_way.add(tensor)
         assert not gpu.waits
         assert [found.tolist() for found in under_way.arrive()] == [list(range(5)), [[1.0] * 3] * 2]
-        assert (gpu.waits, gpu.num_downloads) == (["stream"], 1)
+        assert (gpu.waits, gpu.num_downloads) == (["event"], 1)
 
 
 def test_several_copies_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_several_copies_are_waited_for_together(monkeypatch: pytest.MonkeyPatch)
             under_way.add(torch.full((20,), number, device="cuda"))
         gpu.reset()
         assert [found[0] for found in under_way.arrive()] == list(range(5))
-        assert gpu.waits == ["stream"]
+        assert gpu.waits == ["event"]
 
 
 def test_the_host_has_nothing_to_wait_for() -> None:

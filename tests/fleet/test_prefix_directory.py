@@ -161,12 +161,13 @@ def test_it_finds_what_whole_prefixes_say(model, size, shares, prompts, done) ->
                 batches[replica] += CLEARED
                 twin.clear(replica)
             else:
+                # What it told before has come: a shared store keeps that without it.
+                directory.apply(replica, on_the_wire(groups, size, batches.pop(replica, [])))
                 if count % 2:
                     directory.forget(replica)
                     directory.add(replica, store)
                 else:
                     directory.clear(replica)
-                batches.pop(replica, None)
                 twin.forget(replica)
         for replica, events in batches.items():
             directory.apply(replica, on_the_wire(groups, size, events))

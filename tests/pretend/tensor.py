@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 UNDERNEATH = "privateuseone"  # what torch takes them for, where it does not ask Python
-_FAR = 1 << 62  # added to addresses: a CPU that reads there crashes
+FAR = 1 << 62  # added to addresses: a CPU that reads there crashes
 
 # The host has to know what came out before it can go on.
 _WAITS = {
@@ -95,7 +95,7 @@ class PretendTensor(Tensor):
         return compute(gpu, func, args, kwargs or {})
 
     def data_ptr(self) -> int:
-        return self.inner.data_ptr() + _FAR
+        return self.inner.data_ptr() + FAR
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.inner.untyped_storage()

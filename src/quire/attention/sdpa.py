@@ -105,7 +105,9 @@ def _attend(
     if softcap is None and sinks is None:
         # Where queries and entries differ in dtype, in one that holds both.
         common = torch.promote_types(q.dtype, k.dtype)
-        one, keys, values = (x[None].to(common) for x in (rows, k, v))
+        # Queries that lie in a wider tensor are copied: a GPU's kernel wants them aligned, and
+        # refuses others only at its launch.
+        one, keys, values = (x[None].to(common) for x in (rows.contiguous(), k, v))
         result = scaled_dot_product_attention(
             one, keys, values, attn_mask=row_mask, is_causal=is_causal, scale=scale
         )
@@ -122,4 +124,4 @@ def _attend(
             scores = torch.cat([scores, sink], 2)
         weights = scores.softmax(-1)[..., : k.shape[1]]
         result = (weights @ v.float()).to(q.dtype)
-    return result.view(heads, num_queries, -1).transpose(0, 1)
+    return result.reshape(heads, num_queries, -1).transpose(0, 1)

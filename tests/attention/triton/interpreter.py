@@ -61,6 +61,7 @@ def backend() -> TritonAttention:
 
 def shrink_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short sequences have several tiles, steps and splits."""
+    monkeypatch.setattr(tiles, "_FEW_OF_CODES", _FEW)
     for name, table in (("FEW", _FEW), ("MANY", _MANY)):
         for kind in ("", "_PLAIN"):
             monkeypatch.setattr(tiles, f"{kind}_{name}", table)

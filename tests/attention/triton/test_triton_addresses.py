@@ -17,6 +17,8 @@ from torch import Tensor
 
 from attention.triton.interpreter import backend, interpreter, shrink_tiles
 from conformance.attention_cases import Case, make_case, make_sinks, make_spec
+from quire.attention.triton import backend as attending
+from quire.attention.triton import writers as writing
 
 
 def element_addresses(x: Tensor) -> npt.NDArray[np.int64]:
@@ -104,6 +106,37 @@ def test_nothing_else_is_read(
     assert (len(parts) > 0) == (num_splits == "several")
     assert not len(outside(touched["load"], [*own, entry_addresses(case), parts]))
     assert set(np.concatenate(touched["store"])) >= set(written)
+
+
+@pytest.mark.parametrize("kept", ["bfloat16", "int8"])
+def test_a_cache_is_given_by_its_address(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's launcher refuses a tensor whose first byte is not mapped, as a cache's may not be."""
+    given: list[Any] = []
+
+    class Noting:
+        def __init__(self, kernel: Any) -> None:
+            self._kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **options: Any) -> None:
+                given.extend((*args, *options.values()))
+                self._kernel[grid](*args, **options)
+
+            return launch
+
+    for module, name in ((attending, "attend"), (writing, "write"), (writing, "take")):
+        monkeypatch.setattr(module, name, Noting(getattr(module, name)))
+    spec = make_spec("full", kv_heads=2, dims=(16, 16), dtype=kept)
+    case = make_case(spec, sharing=1, strategy="growing", chunks=((3, 2),), q_dtype=torch.bfloat16)
+    case.attend(backend(), scale=0.3)
+    backend().make_writer(case.view)(case.slots[0], case.keys[0], case.values[0])
+    held = torch.zeros(4, 8)
+    writing.TritonRows().take(held, torch.arange(2))
+    cache = {case.view.k.untyped_storage().data_ptr(), held.untyped_storage().data_ptr()}
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    assert tensors
+    assert not cache & {x.untyped_storage().data_ptr() for x in tensors}
+    assert {case.view.k.data_ptr(), held.data_ptr()} <= {x for x in given if type(x) is int}
 
 
 @pytest.mark.parametrize("strategy", ["paged", "virtual"])

@@ -162,3 +162,18 @@ def test_codes_of_small_and_large_values_keep_their_precision_in_float16(size: f
     case.write_live()
     got = case.attend(backend(), scale=0.5)
     assert error(got, formula(case, scale=0.5)) <= TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reach"), [("full", 0), ("sliding", 90), ("sliding", 130), ("chunked", 100)]
+)
+def test_a_long_chunk_is_masked_where_not_all_of_its_queries_read(
+    kind: str, reach: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most steps of its walk have no mask: those before and behind them must."""
+    shrink_tiles(monkeypatch)
+    spec = make_spec(kind, kv_heads=1, dims=(16, 16), dtype="bfloat16", reach=reach)
+    case = make_case(spec, sharing=2, chunks=((0, 200), (77, 130)), block_size=16)
+    case.poison()
+    got = case.attend(backend(), scale=0.3)
+    assert error(got, formula(case, scale=0.3)) <= TOLERANCE[torch.bfloat16]

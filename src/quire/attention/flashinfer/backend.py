@@ -47,6 +47,7 @@ from quire.spec import AttentionSpec, ChunkedAttention, LatentAttention
 # What its kernels for Ampere and later are compiled for, and for latents DeepSeek's.
 WIDTHS = (64, 128, 256)
 LATENT_WIDTHS = (512, 64)
+LATENT_ROWS = 128  # queries × heads of a tile, or half of that
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 _QUERY_DTYPES = (torch.float16, torch.bfloat16)
 # Strides are 32 bits there, in elements; offsets are 64.
@@ -215,8 +216,14 @@ class FlashInferAttention(AttentionBackend):
         self, q: Tensor, view: LayerView, spec: AttentionSpec, scale: float, softcap: float | None
     ) -> Kind:
         reason = refused(q, view)
-        if softcap is not None and isinstance(spec, LatentAttention):
-            reason = "it caps no scores of latents"
+        if isinstance(spec, LatentAttention):
+            if softcap is not None:
+                reason = "it caps no scores of latents"
+            elif LATENT_ROWS % q.shape[1]:
+                reason = (
+                    f"its kernels for latents serve numbers of heads that divide {LATENT_ROWS}, "
+                    f"not {q.shape[1]}: at the end of a tile they would lose a query's last key"
+                )
         if reason is not None:
             raise ConfigError(
                 f"attention backend 'flashinfer' cannot serve this model: {reason}."

@@ -339,6 +339,7 @@ class CapturedPlans:
             kinds[kind] = held
         return held.wrapper
 
+    @torch.inference_mode()  # as when its arrays were made: else torch refuses to write there
     def prepare(self, batch: AttentionBatch) -> None:
         """Plan a step that is about to be replayed."""
         for device in self._devices:

@@ -7,11 +7,9 @@ played with other contexts, tables and chunks, which the kernels read on the dev
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, final
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from quire.attention.attention_backend import (
@@ -23,11 +21,14 @@ from quire.attention.attention_backend import (
 from quire.attention.triton import launch as tiles
 from quire.attention.triton.kernels import attend, join
 from quire.attention.triton.launch import (
+    ELEMENTS,
     MOST_SPLITS,
     MOST_WIDTH,
     AttendLaunch,
     Gpu,
     Tile,
+    address_of,
+    alignment_of,
     find_gpu,
     kept_as,
     room,
@@ -39,9 +40,6 @@ from quire.kv import LayerView
 from quire.spec import AttentionSpec
 from quire.units import ceil_div
 
-_TRITON_DTYPES = MappingProxyType(
-    {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-)
 _LOG2_E = 1.4426950408889634
 _JOINED_TOGETHER = 8  # splits
 
@@ -182,7 +180,7 @@ class TritonAttention(AttentionBackend):
         if shape.reads != "full":
             num_tokens = min(num_tokens, shape.reach + queries + tile.tokens)
         several = serves[0] > 0
-        each = tiles.MANY_PER_PROCESSOR if several else tiles.FEW_PER_PROCESSOR
+        each = tiles.MANY_PROGRAMS if several else ceil_div(tiles.FEW_WARPS, tile.num_warps)
         programs = num_tiles * shape.kv_heads * parts
         return _Call(
             tile=tile,
@@ -220,13 +218,11 @@ def _launch(  # noqa: PLR0913
         part_out = q.new_empty(*rows, width, dtype=torch.float32)
         part_max = q.new_empty(rows, dtype=torch.float32)
         part_sum = q.new_empty(rows, dtype=torch.float32)
-    k, v = view.k, view.v
-    if shape.kept == "fp8":
-        k, v = k.view(torch.uint8), v.view(torch.uint8)
     factor, cap_in, cap_out = scale * _LOG2_E, 0.0, 0.0
     if softcap is not None:
         cap_in, cap_out = 2 * factor / softcap, softcap * _LOG2_E
     scale_strides = (0, 0, 0) if view.k_scale is None else view.k_scale.stride()
+    k, v = view.k, view.v
     num_seqs = len(placed.context_lens)
     common: dict[str, Any] = dict(
         READS=shape.reads,
@@ -238,7 +234,8 @@ def _launch(  # noqa: PLR0913
         enable_fp_fusion=True,  # whatever a release of Triton thinks best
     )
     attend[(call.num_tiles * shape.kv_heads * parts, call.num_splits)](
-        out, part_out, part_max, part_sum, q, k, v, view.k_scale, view.v_scale, sinks,
+        out, part_out, part_max, part_sum, q,
+        address_of(k), address_of(v), address_of(view.k_scale), address_of(view.v_scale), sinks,
         placed.query_starts, placed.context_lens, placed.tables,
         *out.stride()[:2], *q.stride()[:2], *k.stride()[:2], *k.stride()[2:],
         *v.stride()[:2], *v.stride()[2:], *scale_strides,
@@ -251,13 +248,15 @@ def _launch(  # noqa: PLR0913
         VALUE=shape.value,
         KEY_ROOM=room(shape.key),
         VALUE_ROOM=room(shape.value),
+        STORED=ELEMENTS[k.dtype],
+        ALIGNED=alignment_of(k, v),
         LATENT=shape.latent,
         KEPT=shape.kept,
         CAPPED=softcap is not None,
         SHORT_RANGE=shape.kept == "int8" and shape.dtype == torch.float16,
         SPLIT=split,
         ROWS=tile.rows,
-        DTYPE=_TRITON_DTYPES[shape.dtype],
+        DTYPE=ELEMENTS[shape.dtype],
         FP8_CONVERTS=gpu.fp8_converts,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages(looked_up=looked_up),

@@ -80,6 +80,18 @@ def walk_of(  # noqa: PLR0913
     return start, stop, tl.maximum(tl.cdiv(steps, num_splits), LEAST) * TOKENS
 
 
+# -- addresses -------------------------------------------------------------------------------------
+
+# A cache's memory is given as an address and not as a tensor. Triton asks the driver about each
+# tensor's first byte, and is refused where nothing is mapped there yet.
+
+
+@triton.jit
+def elements_at(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Make a pointer to elements of an address, a multiple of ALIGNED bytes."""
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNED)
+
+
 # -- elements --------------------------------------------------------------------------------------
 
 # What the kernels multiply: elements as they are kept, made factors of a product, and rounded.
@@ -160,14 +172,114 @@ def to_fp8(x):
 # -- attend ----------------------------------------------------------------------------------------
 
 
+@triton.jit
+def step(  # noqa: C901, PLR0913, PLR0915
+    at, best, total, result, queries, turned, keys_at, values_at, key_scales_at, value_scales_at,
+    table, range_start, start, end, position, low,
+    k_row, k_token, k_dim, v_row, v_token, v_dim, scale_row, scale_token, scale, cap_in, cap_out,
+    BLOCK: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_ROOM: tl.constexpr, VALUE_ROOM: tl.constexpr, LATENT: tl.constexpr, KEPT: tl.constexpr,
+    CAPPED: tl.constexpr, SHORT_RANGE: tl.constexpr, MASKED: tl.constexpr, TOKENS: tl.constexpr,
+    DTYPE: tl.constexpr, FP8_CONVERTS: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """Read the tokens from ``at`` on; not MASKED: every query reads every one of them.
+
+    Return (the maximum, the sum of weights, the result) with them.
+    """
+    t = at + tl.arange(0, TOKENS)
+    live = (t >= start) & (t < end)
+    if BLOCK == 0:
+        place = range_start + t * 0
+        inside = t.to(tl.int64)
+    else:
+        if MASKED:
+            place = tl.load(table + t // BLOCK, live, 0).to(tl.int64)
+        else:
+            place = tl.load(table + t // BLOCK).to(tl.int64)
+        inside = (t % BLOCK).to(tl.int64)
+
+    key_at = tl.arange(0, KEY_ROOM)
+    value_at = tl.arange(0, VALUE_ROOM)
+    from_k = keys_at + (place * k_row + inside * k_token)[:, None] + key_at[None, :] * k_dim
+    from_v = values_at + (place * v_row + inside * v_token)[:, None] + value_at[None, :] * v_dim
+    if MASKED:
+        keys = tl.load(from_k, live[:, None] & (key_at < KEY)[None, :], 0)
+        values = tl.load(from_v, live[:, None] & (value_at < VALUE)[None, :], 0)
+    else:
+        keys = load_wide(from_k, key_at, KEY, KEY_ROOM)
+        values = load_wide(from_v, value_at, VALUE, VALUE_ROOM)
+    keys = stored_factor(keys, KEPT, DTYPE, FP8_CONVERTS, EMULATED)
+    values = stored_factor(values, KEPT, DTYPE, FP8_CONVERTS, EMULATED)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    value_scale = best  # where there is none, it is not used
+    if KEPT == "int8":
+        of_scale = place * scale_row + inside * scale_token
+        key_scale = tl.load(key_scales_at + of_scale, live, 0.0)
+        value_scale = tl.load(value_scales_at + of_scale, live, 0.0)
+        scores = scores * key_scale[None, :]
+    if LATENT:
+        rotary = tl.dot(turned, tl.trans(values), input_precision="ieee")
+        if KEPT == "int8":
+            rotary = rotary * value_scale[None, :]
+            value_scale = key_scale
+        scores = scores + rotary
+        values = keys
+    if CAPPED:  # tanh x = 1 - 2 / (e ** 2x + 1)
+        scores = cap_out * (1.0 - 2.0 / (tl.exp2(scores * cap_in) + 1.0))
+    if MASKED:
+        if not CAPPED:
+            scores = scores * scale
+        reads = live[None, :] & (t[None, :] <= position[:, None]) & (t[None, :] >= low[:, None])
+        scores = tl.where(reads, scores, float("-inf"))
+        now = tl.maximum(best, tl.max(scores, 1))
+        base = tl.where(now == float("-inf"), 0.0, now)  # where nothing has been read yet
+        weights = tl.exp2(scores - base[:, None])
+    else:
+        if CAPPED:
+            now = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp2(scores - now[:, None])
+        else:  # scaled and shifted by one instruction
+            now = tl.maximum(best, tl.max(scores, 1) * scale)
+            weights = tl.exp2(scores * scale - now[:, None])
+        base = now
+    by = tl.exp2(best - base)
+    total = total * by + tl.sum(weights, 1)
+    result = result * by[:, None]
+    if SHORT_RANGE:
+        # Scales are small, and float16's range is short: relative to the step's largest.
+        top = tl.max(value_scale, 0)
+        top = tl.where(top > 0.0, top, 1.0)
+        weights = weights * (value_scale / top)[None, :]
+        if MASKED:
+            weights = tl.where(reads, weights, 0.0)
+        weights = factor(weights, DTYPE, EMULATED)
+        result += tl.dot(weights, values, input_precision="ieee") * top
+    else:
+        if KEPT == "int8":
+            weights = weights * value_scale[None, :]
+            if MASKED:
+                weights = tl.where(reads, weights, 0.0)
+        weights = factor(weights, DTYPE, EMULATED)
+        result = tl.dot(weights, values, result, input_precision="ieee")
+    return now, total, result
+
+
+@triton.jit
+def load_wide(place, at, WIDTH: tl.constexpr, ROOM: tl.constexpr):
+    """Load entries of a width that need not fill its room."""
+    return tl.load(place) if WIDTH == ROOM else tl.load(place, (at < WIDTH)[None, :], 0)
+
+
 @triton.jit(  # what differs from step to step is never a reason to compile again
     do_not_specialize=[
+        "k", "v", "k_scale", "v_scale",
         "table_seq", "num_seqs", "num_tiles", "num_queries", "num_splits", "above", "upto", "reach",
     ],
     do_not_specialize_on_alignment=["query_starts", "context_lens", "tables", "sinks"],
 )  # fmt: skip
-def attend(  # noqa: C901, PLR0913, PLR0915
-    out, part_out, part_max, part_sum, q, k, v, k_scale, v_scale, sinks,
+def attend(  # noqa: PLR0913, PLR0915
+    out, part_out, part_max, part_sum, q,
+    k: tl.int64, v: tl.int64, k_scale: tl.int64, v_scale: tl.int64, sinks,
     query_starts, context_lens, tables,
     out_token, out_head, q_token, q_head,
     k_row, k_head, k_token, k_dim, v_row, v_head, v_token, v_dim,
@@ -176,6 +288,7 @@ def attend(  # noqa: C901, PLR0913, PLR0915
     scale, cap_in, cap_out,
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, SHARING: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_ROOM: tl.constexpr, VALUE_ROOM: tl.constexpr,
+    STORED: tl.constexpr, ALIGNED: tl.constexpr,
     READS: tl.constexpr, LATENT: tl.constexpr, KEPT: tl.constexpr, CAPPED: tl.constexpr,
     SHORT_RANGE: tl.constexpr, SINKS: tl.constexpr, SEVERAL: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, LEAST: tl.constexpr,
@@ -223,78 +336,64 @@ def attend(  # noqa: C901, PLR0913, PLR0915
     mask = exists[:, None] & (key_at < KEY)[None, :]
     queries = wide(tl.load(from_q + key_at[None, :], mask, 0.0), EMULATED)
     queries = factor(queries, DTYPE, EMULATED)
+    turned = queries
     if LATENT:  # what meets the rotary key
         mask = exists[:, None] & (value_at < VALUE)[None, :]
         turned = wide(tl.load(from_q + KEY + value_at[None, :], mask, 0.0), EMULATED)
         turned = factor(turned, DTYPE, EMULATED)
 
-    k += kv_head.to(tl.int64) * k_head
-    v += kv_head.to(tl.int64) * v_head
+    keys_at = elements_at(k, STORED, ALIGNED) + kv_head.to(tl.int64) * k_head
+    values_at = elements_at(v, STORED, ALIGNED) + kv_head.to(tl.int64) * v_head
+    key_scales_at = keys_at
+    value_scales_at = values_at
     if KEPT == "int8":
-        k_scale += kv_head.to(tl.int64) * scale_head
-        v_scale += kv_head.to(tl.int64) * scale_head
+        key_scales_at = elements_at(k_scale, tl.float32, 4) + kv_head.to(tl.int64) * scale_head
+        value_scales_at = elements_at(v_scale, tl.float32, 4) + kv_head.to(tl.int64) * scale_head
     table = tables + seq.to(tl.int64) * table_seq
-    if BLOCK == 0:  # a range: the table's one entry is where it begins
-        range_start = tl.load(table).to(tl.int64)
+    range_start = tl.load(table).to(tl.int64)  # of a range, whose table has that one entry
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, OUT_ROOM], tl.float32)
-    for at in range(walk, end, TOKENS):
-        t = at + tl.arange(0, TOKENS)
-        live = (t >= start) & (t < end)
-        if BLOCK == 0:
-            place = range_start + t * 0
-            inside = t.to(tl.int64)
-        else:
-            place = tl.load(table + t // BLOCK, live, 0).to(tl.int64)
-            inside = (t % BLOCK).to(tl.int64)
-
-        key_mask = live[:, None] & (key_at < KEY)[None, :]
-        value_mask = live[:, None] & (value_at < VALUE)[None, :]
-        from_k = k + (place * k_row + inside * k_token)[:, None] + key_at[None, :] * k_dim
-        from_v = v + (place * v_row + inside * v_token)[:, None] + value_at[None, :] * v_dim
-        keys = stored_factor(tl.load(from_k, key_mask, 0), KEPT, DTYPE, FP8_CONVERTS, EMULATED)
-        values = stored_factor(tl.load(from_v, value_mask, 0), KEPT, DTYPE, FP8_CONVERTS, EMULATED)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        if KEPT == "int8":
-            of_scale = place * scale_row + inside * scale_token
-            key_scale = tl.load(k_scale + of_scale, live, 0.0)
-            value_scale = tl.load(v_scale + of_scale, live, 0.0)
-            scores = scores * key_scale[None, :]
-        if LATENT:
-            rotary = tl.dot(turned, tl.trans(values), input_precision="ieee")
-            if KEPT == "int8":
-                rotary = rotary * value_scale[None, :]
-                value_scale = key_scale
-            scores = scores + rotary
-            values = keys
-        if CAPPED:  # tanh x = 1 - 2 / (e ** 2x + 1)
-            scores = cap_out * (1.0 - 2.0 / (tl.exp2(scores * cap_in) + 1.0))
-        else:
-            scores = scores * scale
-        reads = live[None, :] & (t[None, :] <= position[:, None]) & (t[None, :] >= low[:, None])
-        scores = tl.where(reads, scores, float("-inf"))
-
-        now = tl.maximum(best, tl.max(scores, 1))
-        base = tl.where(now == float("-inf"), 0.0, now)  # where nothing has been read yet
-        weights = tl.exp2(scores - base[:, None])
-        by = tl.exp2(best - base)
-        total = total * by + tl.sum(weights, 1)
-        best = now
-        result = result * by[:, None]
-        if SHORT_RANGE:
-            # Scales are small, and float16's range is short: relative to the step's largest.
-            top = tl.max(value_scale, 0)
-            top = tl.where(top > 0.0, top, 1.0)
-            weights = tl.where(reads, weights * (value_scale / top)[None, :], 0.0)
-            weights = factor(weights, DTYPE, EMULATED)
-            result += tl.dot(weights, values, input_precision="ieee") * top
-        else:
-            if KEPT == "int8":
-                weights = tl.where(reads, weights * value_scale[None, :], 0.0)
-            weights = factor(weights, DTYPE, EMULATED)
-            result = tl.dot(weights, values, result, input_precision="ieee")
+    if SEVERAL:
+        # Steps of which every query reads every token need no mask. They are most of a long
+        # chunk's; the steps at the walk's ends come first, in a loop of their own.
+        last = tl.minimum(context - count + first + QUERIES, context) - 1
+        lowest = tl.maximum(start, live_start(last, reach, READS))
+        whole_from = tl.minimum(tl.maximum(tl.cdiv(lowest, TOKENS) * TOKENS, walk), end)
+        whole_to = tl.minimum(end, context - count + first + 1) // TOKENS * TOKENS
+        whole_to = tl.maximum(whole_to, whole_from)
+        before = tl.cdiv(whole_from - walk, TOKENS)
+        for number in range(0, before + tl.cdiv(end - whole_to, TOKENS)):
+            behind = whole_to + (number - before) * TOKENS
+            at = tl.where(number < before, walk + number * TOKENS, behind)
+            best, total, result = step(
+                at, best, total, result, queries, turned, keys_at, values_at, key_scales_at,
+                value_scales_at, table, range_start, start, end, position, low,
+                k_row, k_token, k_dim, v_row, v_token, v_dim, scale_row, scale_token,
+                scale, cap_in, cap_out,
+                BLOCK, KEY, VALUE, KEY_ROOM, VALUE_ROOM, LATENT, KEPT, CAPPED, SHORT_RANGE, True,
+                TOKENS, DTYPE, FP8_CONVERTS, EMULATED,
+            )  # fmt: skip
+        for at in range(whole_from, whole_to, TOKENS):
+            best, total, result = step(
+                at, best, total, result, queries, turned, keys_at, values_at, key_scales_at,
+                value_scales_at, table, range_start, start, end, position, low,
+                k_row, k_token, k_dim, v_row, v_token, v_dim, scale_row, scale_token,
+                scale, cap_in, cap_out,
+                BLOCK, KEY, VALUE, KEY_ROOM, VALUE_ROOM, LATENT, KEPT, CAPPED, SHORT_RANGE, False,
+                TOKENS, DTYPE, FP8_CONVERTS, EMULATED,
+            )  # fmt: skip
+    else:
+        for at in range(walk, end, TOKENS):
+            best, total, result = step(
+                at, best, total, result, queries, turned, keys_at, values_at, key_scales_at,
+                value_scales_at, table, range_start, start, end, position, low,
+                k_row, k_token, k_dim, v_row, v_token, v_dim, scale_row, scale_token,
+                scale, cap_in, cap_out,
+                BLOCK, KEY, VALUE, KEY_ROOM, VALUE_ROOM, LATENT, KEPT, CAPPED, SHORT_RANGE, True,
+                TOKENS, DTYPE, FP8_CONVERTS, EMULATED,
+            )  # fmt: skip
 
     # A sequence of no tokens is padding, whose result is zeros.
     total = tl.where(context > 0, total, 1.0)
@@ -388,14 +487,17 @@ def join(  # noqa: PLR0913
 # must not be fused for that). A token with the slot -1 is kept nowhere.
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(
+    do_not_specialize=["k", "v", "k_scale", "v_scale"], do_not_specialize_on_alignment=["slots"]
+)
 def write(  # noqa: PLR0913
-    slots, from_k, from_v, k, v, k_scale, v_scale,
+    slots, from_k, from_v, k: tl.int64, v: tl.int64, k_scale: tl.int64, v_scale: tl.int64,
     from_k_token, from_k_head, from_v_token, from_v_head,
     k_row, k_head, k_token, k_dim, v_row, v_head, v_token, v_dim,
     scale_row, scale_head, scale_token,
     PER_ROW: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_ROOM: tl.constexpr, VALUE_ROOM: tl.constexpr,
+    STORED: tl.constexpr, ALIGNED: tl.constexpr,
     KEPT: tl.constexpr, FP8_CONVERTS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """Write the key and the value of a token, for some heads, into its slot."""
@@ -411,13 +513,15 @@ def write(  # noqa: PLR0913
     at = tl.arange(0, KEY_ROOM)[None, :]
     mask = own[:, None] & (at < KEY)
     x = tl.load(from_k + token * from_k_token + head[:, None] * from_k_head + at, mask, 0.0)
-    to = k + row * k_row + inside * k_token + head[:, None] * k_head + at * k_dim
+    to = elements_at(k, STORED, ALIGNED)
+    to += row * k_row + inside * k_token + head[:, None] * k_head + at * k_dim
     _store(to, k_scale, scale_at, x, own, mask, KEPT, FP8_CONVERTS, EMULATED)
 
     at = tl.arange(0, VALUE_ROOM)[None, :]
     mask = own[:, None] & (at < VALUE)
     x = tl.load(from_v + token * from_v_token + head[:, None] * from_v_head + at, mask, 0.0)
-    to = v + row * v_row + inside * v_token + head[:, None] * v_head + at * v_dim
+    to = elements_at(v, STORED, ALIGNED)
+    to += row * v_row + inside * v_token + head[:, None] * v_head + at * v_dim
     _store(to, v_scale, scale_at, x, own, mask, KEPT, FP8_CONVERTS, EMULATED)
 
 
@@ -433,7 +537,8 @@ def _store(  # noqa: PLR0913
         magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         largest = tl.max(magnitude, 1).to(tl.float32, bitcast=True)
         most = tl.full(largest.shape, 127.0, tl.float32)
-        tl.store(scales + scale_at, tl.div_rn(largest, most), own)
+        to_scales = elements_at(scales, tl.float32, 4) + scale_at
+        tl.store(to_scales, tl.div_rn(largest, most), own)
         y = x * tl.div_rn(most, largest)[:, None]
         y = tl.where(y == y, y, 0.0)
         y = tl.minimum(tl.maximum(y, -127.0), 127.0)
@@ -456,19 +561,24 @@ def _store(  # noqa: PLR0913
 # nowhere, so that nothing has to lie behind it.
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def take(out, held, slots, held_row, length, ELEMENTS: tl.constexpr):
+@triton.jit(do_not_specialize=["held"], do_not_specialize_on_alignment=["slots"])
+def take(
+    out, held: tl.int64, slots, held_row, length, ELEMENTS: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Copy a part of the row of a slot out."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     at = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     there = tl.where(slot < 0, 0, length)
-    x = tl.load(held + slot * held_row + at, at < there, 0)
+    from_row = elements_at(held, out.dtype.element_ty, ALIGNED) + slot * held_row
+    x = tl.load(from_row + at, at < there, 0)
     tl.store(out + row * length + at, x, at < length)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def put(held, new, slots, held_row, length, ELEMENTS: tl.constexpr):
+@triton.jit(do_not_specialize=["held"], do_not_specialize_on_alignment=["slots"])
+def put(
+    held: tl.int64, new, slots, held_row, length, ELEMENTS: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Copy a part of a row into its slot."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -477,4 +587,5 @@ def put(held, new, slots, held_row, length, ELEMENTS: tl.constexpr):
     at = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     own = at < length
     x = tl.load(new + row * length + at, own)
-    tl.store(held + slot * held_row + at, x, own)
+    to_row = elements_at(held, new.dtype.element_ty, ALIGNED) + slot * held_row
+    tl.store(to_row + at, x, own)

@@ -4,9 +4,11 @@ The table has reasons and no measurements: decision 38.
 """
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from quire.attention.gather import query_sharing
@@ -115,6 +117,8 @@ _MANY = (
     (256, Tile(rows=64, tokens=32, num_warps=8, buffers=2)),
     (512, Tile(rows=32, tokens=32, num_warps=8, buffers=2)),
 )
+# Codes pass through registers on their way: more programs side by side hide it.
+_FEW_OF_CODES = ((128, Tile(rows=16, tokens=64, num_warps=2, buffers=2)), *_FEW[1:])
 # Where products take both sides from registers, or codes pass through them on their way.
 _MANY_IN_REGISTERS = (
     (128, Tile(rows=128, tokens=32, num_warps=8, buffers=2)),
@@ -133,9 +137,10 @@ MOST_WIDTH = 512
 LEAST_STEPS = 4  # of a split: joining costs about as much as a step or two
 MOST_SPLITS = 64
 _LITTLE_BYTES = 4096  # that Triton takes for places, maxima and the like
-# Programs that a call should have, for the last ones not to be waited for. Small ones run together
-# and are uneven; of large ones a processor has one or two.
-FEW_PER_PROCESSOR, MANY_PER_PROCESSOR = 8, 2
+# What a processor should have at a time: of decoding, eight warps, which keep its memory busy (more
+# splits than that cost their joining: on an H200 eight programs of four took 7 % longer than two,
+# and 30 % with one sequence); of long chunks, two programs, for the last ones not to be waited for.
+FEW_WARPS, MANY_PROGRAMS = 8, 2
 
 
 def room(width: int) -> int:
@@ -148,10 +153,12 @@ def few_queries(
 ) -> Tile:
     """Choose for sequences with a tile of queries at most, as in decoding: the memory decides."""
     width = max(room(key), room(value))
-    tile = _first(_PLAIN_FEW if plain else _FEW, width)
+    of_codes = _FEW_OF_CODES if entry_bytes == 1 else _FEW
+    tile = _first(_PLAIN_FEW if plain else of_codes, width)
     if not plain:
         rows = min(room(sharing), 64 if width <= 256 else 32)
-        tile = replace(tile, rows=rows, num_warps=8 if rows * width > 32 * 128 else 4)
+        num_warps = 8 if rows * width > 32 * 128 else tile.num_warps
+        tile = replace(tile, rows=rows, num_warps=num_warps)
     return _fitting(tile, room(key) + room(value), entry_bytes, gpu)
 
 
@@ -262,3 +269,33 @@ def kept_as(dtype: torch.dtype) -> str:
     if dtype == torch.float8_e4m3fn:
         return "fp8"
     raise ValueError(f"there is no kernel for {dtype}")
+
+
+# -- addresses -------------------------------------------------------------------------------------
+
+# How a kernel is told where a cache's entries lie: see ``kernels.elements_at``.
+
+ELEMENTS = MappingProxyType(
+    {
+        torch.float32: tl.float32,
+        torch.float16: tl.float16,
+        torch.bfloat16: tl.bfloat16,
+        torch.int8: tl.int8,
+        torch.float8_e4m3fn: tl.uint8,  # codes
+        torch.uint8: tl.uint8,
+    }
+)
+_WIDEST_ACCESS = 16  # bytes of a load or a store
+
+
+def address_of(x: Tensor | None) -> int:
+    """Return the address of the first element of a tensor of any shape; 0 of what is not there."""
+    return 0 if x is None else x.data_ptr()
+
+
+def alignment_of(*tensors: Tensor) -> int:
+    """Return a power of two in bytes, up to what one access takes, that divides each address."""
+    together = _WIDEST_ACCESS
+    for x in tensors:
+        together |= x.data_ptr()
+    return together & -together

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.attention.gather import check_entries
 from quire.attention.triton.kernels import put, take, write
-from quire.attention.triton.launch import Gpu, kept_as, room
+from quire.attention.triton.launch import ELEMENTS, Gpu, address_of, alignment_of, kept_as, room
 from quire.devices import on_device
 from quire.kv import LayerView
 from quire.units import ceil_div
@@ -27,12 +27,10 @@ class TritonWriter:
         (_, kv_heads, _, key), value = view.k.shape, view.v.shape[-1]
         kept = kept_as(view.k.dtype)
         k, v = view.k, view.v
-        if kept == "fp8":
-            k, v = k.view(torch.uint8), v.view(torch.uint8)
         scale_strides = (0, 0, 0) if view.k_scale is None else view.k_scale.stride()
         heads = min(1 << (kv_heads - 1).bit_length(), max(1, _ELEMENTS // room(max(key, value))))
         self._grid = ceil_div(kv_heads, heads)
-        self._targets = k, v, view.k_scale, view.v_scale
+        self._targets = tuple(map(address_of, (k, v, view.k_scale, view.v_scale)))
         self._strides = *k.stride(), *v.stride(), *scale_strides
         self._options: dict[str, Any] = dict(
             PER_ROW=view.slots_per_row,
@@ -42,6 +40,8 @@ class TritonWriter:
             VALUE=value,
             KEY_ROOM=room(key),
             VALUE_ROOM=room(value),
+            STORED=ELEMENTS[k.dtype],
+            ALIGNED=alignment_of(k, v),
             KEPT=kept,
             FP8_CONVERTS=gpu.fp8_converts,
             EMULATED=gpu.emulated,
@@ -95,7 +95,13 @@ class TritonRows:
         length = held[0].numel()
         with on_device(held.device):
             take[_grid(slots, length)](
-                _codes(out), _codes(held), slots, held.stride(0), length, **_OPTIONS
+                _codes(out),
+                address_of(held),
+                slots,
+                held.stride(0),
+                length,
+                ALIGNED=alignment_of(held),
+                **_OPTIONS,
             )
         return out
 
@@ -113,11 +119,12 @@ class TritonRows:
         length = held[0].numel()
         with on_device(held.device):
             put[_grid(slots, length)](
-                _codes(held),
+                address_of(held),
                 _codes(new.contiguous()),
                 slots,
                 held.stride(0),
                 length,
+                ALIGNED=alignment_of(held),
                 **_OPTIONS,
             )
 

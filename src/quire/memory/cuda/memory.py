@@ -9,8 +9,6 @@ Unlike on the host:
   stays in use until the kernels that were launched before have ended (``hidden_bytes``), without a
   wait; only addresses that are to show something else are waited for.
 * A write at one address is seen at the page's other addresses by kernels that start later.
-
-This has run on an emulator of the driver only, never on a GPU: see docs/concepts/cuda.md.
 """
 
 import ctypes
