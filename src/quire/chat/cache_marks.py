@@ -7,6 +7,7 @@ and the tokenizer know: ``Chat.num_shared_tokens``.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from quire.chat.api_inputs import from_anthropic
@@ -14,7 +15,7 @@ from quire.chat.conversation import ChatInput
 from quire.errors import RequestError
 from quire.sampling_params import MAX_RETENTIONS
 
-TTL_S: Final = {"5m": 300.0, "1h": 3600.0}
+TTL_S: Final = MappingProxyType({"5m": 300.0, "1h": 3600.0})
 _DEFAULT_TTL = "5m"
 Objects = Sequence[Mapping[str, Any]]
 
@@ -46,7 +47,7 @@ def anthropic_marks(
             found.append(_mark(seconds, [], blocks[: index + 1], tools))
     last = len(messages) - 1
     for index, message in enumerate(messages):
-        content = message.get("content")
+        content: Any = message.get("content")
         for place, seconds in _of_content(content, f"messages[{index}].content"):
             if index == last and place == len(content):
                 found.append(CacheMark(seconds=seconds, beginning=None))

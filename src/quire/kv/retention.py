@@ -260,12 +260,14 @@ class RetainedBlocks(EvictionPolicy):
                 return
 
     def _left_of(self, grant: _Grant) -> Ids:
-        return grant.blocks[self._grant_of[grant.blocks] == grant.serial]
+        left: Ids = grant.blocks[self._grant_of[grant.blocks] == grant.serial]
+        return left
 
     def _retained_in_order(self) -> Ids:
         """List the free retained blocks, those that would be given up first first."""
         every = np.concatenate([NO_IDS, *map(self._left_of, self._grants.values())])
-        return every[self._are_free[every]]
+        free: Ids = every[self._are_free[every]]
+        return free
 
     def _release(self, blocks: Ids) -> None:
         """Retain blocks (deepest first) no longer; the free ones are the policy's."""
