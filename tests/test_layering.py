@@ -20,6 +20,7 @@ SRC = Path(__file__).parents[1] / "src"
 # after all that it may import, so there is no cycle. The package's own __init__ may name anything.
 MAY_IMPORT = {
     "errors": "",
+    "version": "",
     "units": "errors",
     "plugins": "errors",
     "kept_files": "",
@@ -67,7 +68,7 @@ MAY_IMPORT = {
     " engine.interfaces engine.core engine.kv_sizing figures engine.event_format"
     " fleet.prefix_directory fleet.placement",
     "chat": "errors units sampling_params",
-    "server": "errors units traces config spec kv tiers sampling_params engine.sequence"
+    "server": "errors version units traces config spec kv tiers sampling_params engine.sequence"
     " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat"
     " engine.event_format",
     "fleet": "errors units config spec kv tiers sampling_params engine.sequence engine server"
@@ -76,9 +77,9 @@ MAY_IMPORT = {
     "bench": "errors units traces kv sampling_params engine.step_plan engine.scheduling engine"
     " http planner",
     "compare": "errors units config spec kv models sampling_params engine.sequence engine figures",
-    "cli": "errors units traces config spec memory kv tiers models sampling_params engine.sequence"
-    " engine planner server figures compare bench http engine.kv_sizing devices fleet"
-    " fleet.prefix_directory",
+    "cli": "errors version units traces config spec memory kv tiers models sampling_params"
+    " engine.sequence engine planner server figures compare bench http engine.kv_sizing devices"
+    " fleet fleet.prefix_directory",
     "__main__": "cli",
 }
 

@@ -1,16 +1,20 @@
 """The wheel: what is in it, and that it runs where the source is not."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from datetime import date
 from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
 
 import pytest
+import yaml
 
+from quire.version import VERSION
 from tools.package_metadata import on_an_index
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +43,33 @@ def test_the_wheel_has_the_model_its_licence_and_the_mark_of_types(wheel: Path) 
     assert sorted(licences) == ["LICENSE", "src/quire/demo_model/LICENSE"]
     texts = [name for name in names if ".dist-info/licenses/" in name]
     assert len(texts) == len(licences)
+
+
+def test_the_version_is_one(wheel: Path) -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
+    assert _metadata(wheel)["Version"] == VERSION
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heads = re.findall(r"^## (.+)$", changes, re.MULTILINE)
+    assert heads[0] == "[Unreleased]"
+    newest = re.fullmatch(r"\[(.+)\] - (\d{4}-\d\d-\d\d)", heads[1])
+    assert newest is not None, heads[1]
+    assert newest[1] == VERSION
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == VERSION
+    assert citation["date-released"] == date.fromisoformat(newest[2])
+
+
+def test_images_have_the_version() -> None:
+    pages = [*(ROOT / "docs/guides").glob("*.md")]
+    pages += [path for path in (ROOT / "deploy").rglob("*") if path.is_file()]
+    named = {
+        f"{path.name}: {tag}"
+        for path in pages
+        for tag in re.findall(r"\bquire:(latest\b|\d[\w.]*\w)", path.read_text(encoding="utf-8"))
+        if not re.fullmatch(r"[0-9a-f]{16}", tag)  # a namespace of a tier's keys
+    }
+    assert {name.split(": ")[0] for name in named} >= {"Dockerfile", "compose.yaml", "quire.yaml"}
+    assert {name.split(": ")[1] for name in named} == {VERSION}
 
 
 def test_nothing_in_an_index_leads_nowhere(wheel: Path) -> None:

@@ -414,7 +414,9 @@ def _limits(_: Path, page: str) -> str:
         rows = [row for row in cells(page, "rates-8b") if row[0] == strategy]
         most = max(int(row[7].replace(",", "")) for row in rows)
         used = rows[-1][8]
-        bound = "memory is the limit: as many run as fit" if most >= fitting else "computing is"
+        bound = "memory is the limit: as many run as fit"
+        if most < fitting:
+            bound = "computing is the limit"
         lines.append(
             f"`{strategy}`: at most {most} sequences run at the rates of the table, where "
             f"{fitting} of typical lengths would fit; {bound}. Of the bytes that sequences hold, "

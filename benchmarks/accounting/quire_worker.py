@@ -19,7 +19,6 @@ import sys
 import time
 import tracemalloc
 from collections import Counter
-from importlib.metadata import version
 from pathlib import PurePath
 from typing import Any
 
@@ -37,6 +36,7 @@ from benchmarks.accounting.workers import (
     shuffled,
 )
 from benchmarks.harness.quiet import no_collection
+from quire import __version__
 from quire.kv import DEFAULT_POLICY, EVICTION_POLICIES, FITS, BlockCoordinator, Extension, PoolSize
 from quire.kv.block_pool import NO_NODE
 from quire.kv.interface import CacheConfig
@@ -375,4 +375,4 @@ if __name__ == "__main__":
         "full_hit": full_hit,
         "metadata": metadata,
     }
-    serve("Quire", version("quire"), cases)
+    serve("Quire", __version__, cases)

@@ -9,6 +9,8 @@ Names are loaded on first use: importing quire imports neither torch nor numpy.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from quire.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.llm import LLM
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
         StructuredOutputsParams,
     )
     from quire.spec import ModelSpec
-
-    __version__: str
 
 __all__ = [
     "LLM",
@@ -56,6 +56,4 @@ def __getattr__(name: str) -> Any:
             return getattr(import_module("quire.sampling_params"), name)
         case "cache":
             return import_module("quire.models.drop_in").cache
-        case "__version__":
-            return import_module("importlib.metadata").version("quire")
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -105,7 +105,7 @@ def test_a_conversation_is_kept_and_commands_change_it(
     assert json.loads(file.read_text())["messages"] == [*messages[1], answer]
     for text in ("system: Be kind.", "5 messages are in", "/save needs the name of a file"):
         assert text in said.getvalue()
-    for text in ("/nothing is not a command", "cannot be written: No such file", "Ctrl-C stops"):
+    for text in ("/nothing is not a command", "cannot be written: No such file", "/exit, /quit"):
         assert text in said.getvalue()
     assert capsys.readouterr().out == " t0 t1 t2\n" * 3
 

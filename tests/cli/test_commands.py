@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from importlib.metadata import version
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from memory.cuda.emulator import TENSOR_DEVICE, EmulatedDriver
@@ -21,6 +23,7 @@ from quire.cli.compare import said_of_texts
 from quire.memory import by_device
 from quire.memory.budget import BUDGETS
 from quire.memory.cuda import CudaMemory
+from quire.version import VERSION
 from seers import seer
 
 PICTURE = Path(__file__).parents[2] / "docs" / "assets" / "memory-page.png"
@@ -48,7 +51,8 @@ def test_the_list_of_commands_says_what_each_says_itself(monkeypatch: pytest.Mon
         for names in ((), tuple(COMMANDS))
     )
     assert listed == whole
-    assert all(help in listed for help in COMMANDS.values())
+    said = " ".join(listed.split())
+    assert all(help in said for help in COMMANDS.values())
 
 
 def test_a_terminal_breaks_the_lines_of_a_help_and_its_source_does_not(
@@ -56,7 +60,30 @@ def test_a_terminal_breaks_the_lines_of_a_help_and_its_source_does_not(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     said = CliRunner().invoke(command_line(["chat"]), ["chat", "--help"]).output
-    assert "an engine is started that ends with the chat. Ctrl-C stops an answer" in said
+    paragraph = said.partition("  If no server")[2].partition("\n\n")[0]
+    first, second, *_ = f"  If no server{paragraph}".splitlines()
+    assert len(first) <= 80 < len(first) + 1 + len(second.split()[0])
+
+
+def of_all_commands(app: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield names, app
+    for name, each in getattr(app, "commands", {}).items():
+        yield from of_all_commands(each, *names, name)
+
+
+def test_a_help_fits_a_terminal_and_has_every_flag_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    app = command_line()
+    for names, command in of_all_commands(get_command(app)):
+        said = CliRunner().invoke(app, [*names, "--help"]).output
+        assert max(map(len, said.splitlines())) <= 80, names
+        assert "\\[" not in said, "brackets are no markup"
+        if hasattr(command, "commands"):
+            assert "…" not in said
+            assert "..." not in said.partition("\n")[2], "a command's sentence is whole"
+        words = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", said))
+        shown = [each for each in command.params if not getattr(each, "hidden", False)]
+        assert {flag for each in shown for flag in each.opts if flag[:2] == "--"} <= words
 
 
 def test_help_imports_no_command() -> None:
@@ -72,7 +99,7 @@ def test_the_version_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert quire(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"quire {version('quire')}\n"
+    assert capsys.readouterr().out == f"quire {VERSION}\n"
     assert quire(monkeypatch, "plan", "-h") == 0
     assert "--max-model-len" in capsys.readouterr().out
 

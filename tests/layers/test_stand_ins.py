@@ -1,7 +1,9 @@
 """What runs in place of a part: found by structure, accepted by trial, refused in words."""
 
 import gc
+import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.nn import functional
 from attention.machines import kernel_folder
 from layers.products import linears
 from quire.layers.cpu import CpuLinear
-from quire.layers.fused import FusedModule, GatedLayers, Linears, Norms, Rotation, agrees
+from quire.layers.fused import FusedModule, GatedLayers, Linears, Norms, Rotation, Rotations, agrees
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -362,6 +364,78 @@ def test_what_is_given_otherwise_is_left_to_the_model() -> None:
     for args, kwargs in ways:
         for got, want in zip(rotation(*args, **kwargs), halves(*args, **kwargs), strict=True):
             assert torch.equal(got, want)
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    seen.append(len(q))
+    return halves(q, k, cos, sin)
+
+
+seen: list[int] = []
+
+
+def renaming(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """As Transformers 5.24 decorates a forward, and again."""
+
+    @wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if "old" in kwargs:
+            kwargs["new"] = kwargs.pop("old")
+        return forward(*args, **kwargs)
+
+    return called
+
+
+class Kept:
+    """A decorator that keeps what it calls in an attribute."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.__wrapped__ = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+
+def keeping(forward: Callable[..., Any]) -> Callable[..., Any]:
+    kept = Kept(forward)
+
+    @wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return kept(*args, **kwargs)
+
+    return called
+
+
+def attention(decorate: Callable[[Callable[..., Any]], Callable[..., Any]]) -> nn.Module:
+    def forward(self: nn.Module, *given: Tensor, new: float = 1.0) -> Any:
+        q, k = apply_rotary_pos_emb(*given)
+        return q * new, k * new
+
+    made: nn.Module = type("Attention", (nn.Module,), {"forward": decorate(forward)})()
+    return made
+
+
+def test_a_decorated_forward_is_exchanged_within_its_decorators() -> None:
+    module = attention(lambda forward: renaming(renaming(forward)))
+    found = Rotations(linears("native")).find(module)
+    assert found is not None
+    given = heads(torch.float32)
+    found.forward(*given)  # a new shape is tried on the function itself
+    seen.clear()
+    for name in ("old", "new"):
+        got, want = found.forward(*given, **{name: 2.0}), halves(*given)
+        assert all(agrees(g, 2 * w, of_sums=True) for g, w in zip(got, want, strict=True))
+    assert not seen
+    names = [[*inspect.signature(each).parameters] for each in (found.forward, module.forward)]
+    assert names[0] == names[1]
+    module(*given)
+    assert seen, "the module itself is as it was"
+    seen.clear()  # the function reads it, so another one would count as a change
+    assert found.holds()
+
+
+def test_a_forward_whose_decorator_keeps_it_out_of_sight_is_left_alone() -> None:
+    assert Rotations(linears("native")).find(attention(keeping)) is None
 
 
 # -- the comparison -------------------------------------------------------------------------------

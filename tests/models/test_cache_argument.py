@@ -30,6 +30,7 @@ class _Renamed(Qwen3ForCausalLM):
         return super().forward(input_ids, **{cache_argument(super().forward): cache}, **kwargs)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 def test_a_model_whose_argument_is_cache_runs_and_nothing_warns(backend: str) -> None:
     config = CONFIGS["qwen3"]()

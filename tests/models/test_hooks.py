@@ -18,6 +18,7 @@ from conformance.covering import in_turn
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, UnsupportedModel
 from quire.memory import CountedMemory, HostMemory
+from quire.models.cache_argument import cache_argument
 from quire.models.executors.hooks import (
     ATTENTION_NAME,
     EngineCache,
@@ -104,10 +105,11 @@ def test_layers_that_never_report_are_named() -> None:
 def test_a_layer_that_writes_and_does_not_read_has_its_model_run_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def eager(attention: Any, hidden_states: Any, past_key_values: Any = None, **_: Any) -> Any:
-        if past_key_values is not None:
+    def eager(attention: Any, hidden_states: Any, **given: Any) -> Any:
+        cache = given.get(cache_argument(type(attention).forward))
+        if cache is not None:
             k = torch.zeros(1, 2, hidden_states.shape[1], 16)
-            past_key_values.update(k, k, 1)
+            cache.update(k, k, 1)
         return hidden_states, None
 
     with llm_of(with_layer_replaced(1, eager)) as llm:
@@ -116,9 +118,10 @@ def test_a_layer_that_writes_and_does_not_read_has_its_model_run_alone(
 
 
 def test_a_layer_that_asks_the_cache_for_something_else_is_refused() -> None:
-    def odd(attention: Any, hidden_states: Any, past_key_values: Any = None, **_: Any) -> Any:
-        if past_key_values is not None:
-            past_key_values.layers[3].keys.sum()
+    def odd(attention: Any, hidden_states: Any, **given: Any) -> Any:
+        cache = given.get(cache_argument(type(attention).forward))
+        if cache is not None:
+            cache.layers[3].keys.sum()
         return hidden_states, None
 
     message = refusal(with_layer_replaced(3, odd))

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -378,9 +379,10 @@ def test_a_forward_of_the_owners_own_is_used_and_stays(alone: list[list[int]]) -
     calls: list[int] = []
     own = mixer.forward
 
-    def counting(hidden_states: torch.Tensor, cache_params: Any = None, **kwargs: Any) -> Any:
+    @wraps(own)
+    def counting(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         calls.append(hidden_states.shape[1])
-        return own(hidden_states, cache_params=cache_params, **kwargs)
+        return own(hidden_states, *args, **kwargs)
 
     mixer.forward = counting
     with llm_of(model) as llm:

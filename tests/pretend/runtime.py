@@ -250,6 +250,16 @@ class _Functions(TorchFunctionMode):
         return value
 
 
+def _graphs_of(gpu: Gpu) -> type[Graph]:
+    """A class, since Transformers names it in annotations."""
+
+    class CUDAGraph(Graph):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__(gpu)
+
+    return CUDAGraph
+
+
 def _names(gpu: Gpu) -> dict[str, Any]:
     """What is found in ``torch.cuda`` meanwhile."""
     # Older than any that kernels are made for, which would be launched by the driver that is not
@@ -272,7 +282,7 @@ def _names(gpu: Gpu) -> dict[str, Any]:
         "graph_pool_handle": _says((0, 0)),
         "memory_snapshot": lambda *_: [],
         "mem_get_info": lambda *_: (gpu.free_bytes, gpu.total_bytes),
-        "CUDAGraph": lambda *_, **__: Graph(gpu),
+        "CUDAGraph": _graphs_of(gpu),
         "is_current_stream_capturing": lambda: gpu.capturing is not None,
     }
 

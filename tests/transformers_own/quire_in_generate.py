@@ -21,7 +21,7 @@ import quire
 
 # These are about graphs, exports, kernels and devices, and none of them about a cache.
 ELSEWHERE = ("compil", "export", "flash", "_fa2_", "_fa3_", "_fa4_", "accelerator", "parallel")
-NAMES = ("past_key_values", "cache_params")
+NAMES = ("past_key_values", "cache_params", "cache")
 CEILING = "256MiB"
 LONGEST = 512  # tokens; some of these tests generate more than their model's own longest
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quire.models.cache_argument import cache_argument
 from quire.spec import ChunkedAttention, Layer, RecurrentState
 
 Held = dict[str, tuple[tuple[int, ...], str]]
@@ -16,9 +17,9 @@ Held = dict[str, tuple[tuple[int, ...], str]]
 def cache_after(model: Any, tokens: torch.Tensor) -> Any:
     """What a model holds once ``tokens`` (i64[1, T]) are computed: a prompt, and one token more."""
     with torch.no_grad():
-        out = model(tokens[:, :-1], use_cache=True)
-        name = "cache_params" if hasattr(out, "cache_params") else "past_key_values"
-        cache = getattr(model(tokens[:, -1:], use_cache=True, **{name: out[name]}), name)
+        name = cache_argument(model.forward)
+        before = getattr(model(tokens[:, :-1], use_cache=True), name)
+        cache = getattr(model(tokens[:, -1:], use_cache=True, **{name: before}), name)
     return getattr(cache, "self_attention_cache", cache)  # of a decoder that may read an encoder
 
 

@@ -21,6 +21,7 @@ from quire.engine.sequence import Sequence
 from quire.errors import QuireError
 from quire.memory import HostMemory
 from quire.memory.machine import read_machine
+from quire.models.cache_argument import cache_argument
 from quire.models.loader import adopt
 from quire.planner.capacity import PlanTarget
 from quire.planner.sequence_memory import PlannedLengths
@@ -123,16 +124,10 @@ def _generated(model: PreTrainedModel, prompt: list[int], cache: Any = None) -> 
     if getattr(model.generation_config, "forced_eos_token_id", None) is not None:
         options["forced_eos_token_id"] = None
     if cache is not None:
-        options[cache_argument(model)] = cache
+        options[cache_argument(model.forward)] = cache
     ids = torch.tensor([prompt])
     tokens: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0]
     return [int(token) for token in tokens[len(prompt) :]]
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """What a class calls its cache: Mamba's have another name for it."""
-    names = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in names else "past_key_values"
 
 
 def _drop_in(

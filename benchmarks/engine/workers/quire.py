@@ -1,13 +1,12 @@
 """Quire, through its public interface, as a worker of the engine benchmark."""
 
 from collections.abc import Generator
-from importlib.metadata import version
 
 import torch
 
 from benchmarks.engine.worker import NUM_SEQUENCES, NUM_THREADS, POOL_TOKENS, Arrival, serve
 from benchmarks.engine.workloads import MOST_TOKENS, TOKEN_BYTES, Asked
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, __version__
 
 BATCH_TOKENS = 2048
 
@@ -24,7 +23,7 @@ class Quire:
             enable_prefix_caching=False,  # as the peers
         )
         self.about = {
-            "version": version("quire"),
+            "version": __version__,
             "precision": "bf16 / bf16 / bf16",
             "settings": f"paged, prefix caching off, {BATCH_TOKENS} tokens a step, attention by "
             f"{self.llm.attention_backend}",

@@ -16,8 +16,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from quire.cli.help_text import HelpfulCommand, HelpfulGroup
 from quire.errors import QuireError
 from quire.server.stop import StopSignals
+from quire.version import VERSION
 
 # The first line of each command's help. The command is in the module ``quire.cli.<name>``.
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -45,7 +47,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 GROUPS = frozenset({"cache"})
 
 
-class _Commands(TyperGroup):
+class _Commands(HelpfulGroup):
     """Import a listed command when shell completion asks for its options."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -63,6 +65,7 @@ def command_line(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
         cls=_Commands,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
         help="KV-cache memory for LLM inference: four strategies behind one interface, with every "
         "byte accounted for.",
@@ -95,7 +98,7 @@ def help_of(command: Callable[..., None]) -> str:
     )
 
 
-def _class_of(name: str) -> type[TyperCommand] | None:
+def _class_of(name: str) -> type[TyperCommand]:
     """Return the parser of a command that takes vLLM's flags, or ``--model`` for its argument."""
     if name in ("serve", "fleet"):
         from quire.cli.vllm import VllmCommand
@@ -105,7 +108,7 @@ def _class_of(name: str) -> type[TyperCommand] | None:
         from quire.cli.options import ModelCommand
 
         return ModelCommand
-    return None
+    return HelpfulCommand
 
 
 def main() -> None:
@@ -156,9 +159,7 @@ def _say(error: str) -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version  # importing it takes as long as all of --help
-
-        typer.echo(f"quire {version('quire')}")
+        typer.echo(f"quire {VERSION}")
         raise typer.Exit
 
 

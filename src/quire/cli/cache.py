@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn
 
+from quire.cli.help_text import HelpfulCommand, HelpfulGroup
 from quire.cli.options import AsJson, check_folder, plain_table, progress_bar
 from quire.errors import ConfigError
 from quire.tiers import Deadline
@@ -57,9 +58,9 @@ def cache() -> typer.Typer:
     """Make the command line of ``quire cache``."""
     from quire.cli import help_of
 
-    app = typer.Typer(no_args_is_help=True)
+    app = typer.Typer(cls=HelpfulGroup, no_args_is_help=True, rich_markup_mode=None)
     for name, command in (("ls", ls), ("check", check), ("prune", prune), ("export", export)):
-        app.command(name, help=help_of(command))(command)
+        app.command(name, cls=HelpfulCommand, help=help_of(command))(command)
     return app
 
 

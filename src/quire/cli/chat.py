@@ -177,7 +177,7 @@ HELP = """\
 /system TEXT    set the system prompt to TEXT; without TEXT, show it
 /save FILE      write the conversation to a file (JSON, as OpenAI's messages)
 /help           show this list
-/exit           end the chat; Ctrl-D does too
+/exit, /quit    end the chat; Ctrl-D does too
 A \\ at the end of a line continues it on the next one. Ctrl-C stops an answer."""
 
 # Control characters in a model's text could move the cursor, or set the title or the clipboard.

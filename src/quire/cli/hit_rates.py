@@ -129,7 +129,8 @@ def hit_rates(  # noqa: PLR0913 - each is a flag
     quire hit-rates mooncake.jsonl
     quire hit-rates mooncake.jsonl --cache-tokens 1M,4M --policies lru,optimum
     quire hit-rates mooncake.jsonl --cache-tokens 400k --model Llama-3.1-8B \\
-        --kv-tier 'memory:?size=200GiB' --kv-tier 'file:/kv?size=2TiB' --tier-speed file=6,3
+        --kv-tier 'memory:?size=200GiB' --kv-tier 'file:/kv?size=2TiB' \\
+        --tier-speed file=6,3
 
     Raises: ConfigError, ModelNotLoadable.
     """

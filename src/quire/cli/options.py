@@ -18,11 +18,10 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from typer.core import TyperCommand
 
+from quire.cli.help_text import HelpfulCommand
 from quire.config import ADVANCED, EngineConfig
 from quire.config.keys import key_for
 from quire.engine.kv_sizing import longest_tokens
@@ -56,7 +55,7 @@ def in_panel(panel: str, help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel)
 
 
-class ModelCommand(TyperCommand):
+class ModelCommand(HelpfulCommand):
     """A command whose one argument is a model, which ``--model`` may name too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -142,7 +141,7 @@ def _flag(option: Any, taken: Collection[str], *, panel: str) -> inspect.Paramet
             kind,
             typer.Option(
                 *([f"--{option.name.replace('_', '-')}", *short] if short else []),
-                help=escape(option.metadata["help"]),
+                help=option.metadata["help"],
                 rich_help_panel=option.metadata.get("panel", panel),
             ),
         ],

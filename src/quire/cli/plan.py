@@ -109,7 +109,7 @@ def plan(  # noqa: PLR0913 - flags
     quire plan Qwen3-32B --device l40s --tp 4 --fit length
     quire plan Llama-3.3-70B-Instruct --device h200 --weights fp8
     quire plan ./my-model --memory 64GB --input-len 4000 --output-len 500
-    quire plan Llama-3.1-8B --device h100 --kv-tier 'memory:?size=160GiB' --tier-speed memory=25,25
+    quire plan Llama-3.1-8B --device h100 --kv-tier 'memory:?size=160GiB'
     quire plan --validate
 
     Raises: ConfigError, ModelNotLoadable, MemoryUnavailable.

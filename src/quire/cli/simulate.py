@@ -259,7 +259,8 @@ def simulate(  # noqa: PLR0913 - each is a flag
     quire simulate trace.jsonl --tp 8 --replicas 4 --routing prefix-aware
     quire simulate trace.csv --calibration here.json --budget auto,vllm
     quire simulate trace.jsonl --cache paged,virtual --report out.html
-    quire simulate trace.jsonl --kv-tier 'memory:?size=160GiB' --tier-speed memory=25,25
+    quire simulate trace.jsonl --kv-tier 'memory:?size=160GiB' \\
+        --tier-speed memory=25,25
 
     Raises: ConfigError, ModelNotLoadable, MemoryUnavailable.
     """

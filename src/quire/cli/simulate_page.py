@@ -4,7 +4,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
@@ -19,6 +18,7 @@ from quire.planner.simulation.result import SimulationResult
 from quire.planner.simulation.simulator import Fleet
 from quire.planner.subject import Subject
 from quire.traces import TraceRequest
+from quire.version import VERSION
 
 OnWork: TypeAlias = Callable[[str], None]
 _NUM_BATCH = 32  # requests that the page draws side by side
@@ -75,7 +75,7 @@ def _report(simulated: Simulated, on_work: OnWork) -> Report:
         machine=simulated.machine,
         traces=tuple(simulated.traces),
         command=shlex.join(["quire", *sys.argv[1:]]),
-        version=version("quire"),
+        version=VERSION,
         variants=tuple(Variant(name=name, result=result) for name, result in simulated.found),
         notes=tuple(simulated.notes),
         one=tuple(held_by_one(spec, ordered, batch[0])) if batch else (),

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import typer
-from typer.core import TyperCommand
 
 from quire.cli.config_file import Entry, read_entries
+from quire.cli.help_text import HelpfulCommand
 from quire.cli.vllm_flags import DTYPE_WORDS, FOREIGN, STRATEGY_WORDS, Foreign
 from quire.errors import ConfigError
 
@@ -202,7 +202,7 @@ _BY_FLAG: Mapping[str, Foreign] = MappingProxyType(
 )
 
 
-class VllmCommand(TyperCommand):
+class VllmCommand(HelpfulCommand):
     """A command that also takes vLLM's flags, and a file of options.
 
     The context's ``meta`` has the notes, and the place of each option in the file.

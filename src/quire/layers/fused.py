@@ -6,12 +6,13 @@ Before every pass it is asked whether the part is still what it was then.
 """
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import contains, is_
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -428,15 +429,21 @@ class Rotations:
     def find(self, module: nn.Module) -> FusedModule | None:
         """Find a stand-in for a layer whose code calls that function by its name."""
         forward = type(module).forward
-        if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
+        if not isinstance(forward, FunctionType):
             return None
-        own = forward.__globals__.get(ROTARY)
+        inner = inspect.unwrap(forward)  # Transformers decorates one whose argument it renames
+        if not isinstance(inner, FunctionType) or ROTARY not in inner.__code__.co_names:
+            return None
+        own = inner.__globals__.get(ROTARY)
         if not isinstance(own, FunctionType) or "forward" in vars(module):
             return None
         if forward not in self._made:
-            self._made[forward] = _with(forward, {ROTARY: Rotation(own, self._cpu)})
+            made = _with(forward, {ROTARY: Rotation(own, self._cpu)})
+            if made is None:
+                return None
+            self._made[forward] = made
         watch = self._watches.get(id(own)) or self._watches.setdefault(
-            id(own), WeightsWatch(own, forward, file_reads=self._file_reads)
+            id(own), WeightsWatch(own, inner, file_reads=self._file_reads)
         )
 
         def holds() -> bool:
@@ -458,17 +465,39 @@ class _RotationNames(dict[str, Any]):
         return self._file[name]
 
 
-def _with(function: FunctionType, others: dict[str, Any]) -> FunctionType:
-    """The same code, in which some of the names that it reads mean something else."""
-    made = FunctionType(
-        function.__code__,
-        _RotationNames(function.__globals__, others),
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+def _with(function: FunctionType, others: dict[str, Any]) -> FunctionType | None:
+    """The same code, in which some of the names that it reads mean something else.
+
+    Of a decorated function it is the innermost code that reads them so, and its decorators stay:
+    each keeps the function that it calls in a closure. None where one keeps it elsewhere.
+    """
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        names = _RotationNames(function.__globals__, others)
+        return _twin(function, names, function.__closure__)
+    made = _with(inner, others) if isinstance(inner, FunctionType) else None
+    cells = function.__closure__ or ()
+    if made is None or not any(_holds(cell, inner) for cell in cells):
+        return None
+    within = tuple(CellType(made) if _holds(cell, inner) else cell for cell in cells)
+    twin = _twin(function, function.__globals__, within)
+    twin.__dict__["__wrapped__"] = made  # which its signature is read from
+    return twin
+
+
+def _twin(
+    function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None
+) -> FunctionType:
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+def _holds(cell: CellType, function: FunctionType) -> bool:
+    try:
+        return cell.cell_contents is function
+    except ValueError:  # nothing has been closed over yet
+        return False
 
 
 class Rotation:

@@ -6,7 +6,6 @@ Source: OpenAPI 3.1.1, https://spec.openapis.org/oas/v3.1.1.html
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
-from importlib.metadata import version as version_of
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -16,6 +15,7 @@ from quire.server.api_keys import Access
 from quire.server.routes import Operation
 from quire.server.schemas.request_fields import Upload
 from quire.server.wire.error_responses import AnthropicErrorAnswer, Dialect, ErrorAnswer
+from quire.version import VERSION
 
 Json: TypeAlias = dict[str, Any]
 
@@ -63,7 +63,7 @@ def document(
         "openapi": "3.1.0",
         "info": {
             "title": "Quire",
-            "version": version_of("quire"),
+            "version": VERSION,
             "description": "OpenAI's API, with vLLM's fields, and Anthropic's messages.",
         },
         "servers": [{"url": root_path or "/"}],

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 
 from quire.chat.conversation import Chat
 from quire.chat.token_texts import TokenTexts
@@ -24,6 +23,7 @@ from quire.server.served_engine import Administration, ServedEngine
 from quire.server.tracing import Tracer
 from quire.server.wire.body import MOST_VALUES
 from quire.server.wire.error_responses import Refused, elsewhere
+from quire.version import VERSION
 
 log = logging.getLogger(__name__)
 _BODIES = 16  # of the longest allowed, in memory at once
@@ -45,7 +45,7 @@ class Service:
         )
         self.metrics = Metrics(engine.llm, self.model_name, figures)
         self.tracer = (
-            Tracer(config.otlp_traces_endpoint, version=version("quire"))
+            Tracer(config.otlp_traces_endpoint, version=VERSION)
             if config.otlp_traces_endpoint
             else None
         )

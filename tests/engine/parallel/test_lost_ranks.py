@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, MambaConfig, MambaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    BloomForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from conformance.covering import only
 from engine.parallel.ranks import GREEDY, OPTIONS, PROMPTS, Folder, gone, texts
@@ -341,7 +348,9 @@ def test_what_cannot_be_cut_is_said_before_anything_is_started(folder: Folder) -
     assert "was loaded in 1 part" in refused(load(llama))
     assert "does not divide the 2 heads" in refused(llama, size=3)
     assert "make it one of 1, 2" in refused(llama, size=4)
-    assert "no tensor-parallel plan" in refused(folder.of("gpt_oss"))
+    bloom = BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2)
+    BloomForCausalLM(bloom).save_pretrained(folder.path / "bloom")
+    assert "no tensor-parallel plan" in refused(folder.path / "bloom")
     assert "quantization=int8" in refused(llama, quantization="int8")
     draft = {"model": str(llama), "num_speculative_tokens": 2}
     assert "a draft model would lie in rank 0 alone" in refused(llama, speculative_config=draft)

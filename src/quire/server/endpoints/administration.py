@@ -5,7 +5,6 @@ operator asks for.
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version as version_of
 from typing import Literal
 
 import msgspec
@@ -24,6 +23,7 @@ from quire.server.schemas.request_fields import refuse_unknown_model
 from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import while_connected
 from quire.tiers import TierError
+from quire.version import VERSION
 
 # -- requests and answers --------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ async def model(context: RequestContext) -> Json[ModelCard]:
 
 async def version(context: RequestContext) -> Json[Version]:
     """Return Quire's version."""
-    return as_json(context, Version(version=version_of("quire")))
+    return as_json(context, Version(version=VERSION))
 
 
 async def health(context: RequestContext) -> Response:
