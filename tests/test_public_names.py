@@ -12,6 +12,7 @@ from quire import errors
 PUBLIC = [
     "AsyncLLM",
     "BeamSearchParams",
+    "CacheRetention",
     "LLM",
     "ModelSpec",
     "PoolingParams",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import typer
 
 from benchmarks.accounting.prefix_traces import BLOCK_TOKENS, MOONCAKE
@@ -69,13 +70,18 @@ def measure(name: str, prompts: Prompts, seed: int, run: Run) -> list[Found]:
 
 def _hints(prompts: Prompts, wrong: float, seed: int) -> list[bool]:
     """Return for each request whether its client says that no prompt will go on behind it."""
-    last_use = dict[int, int]()
-    for number in range(prompts.num_requests):
-        last_use.update(dict.fromkeys(prompts.path(number), number))
-    ended = np.array([last_use.get(end) == at for at, end in enumerate(prompts.ends)])
+    ended = ends_of(prompts, prompts.num_requests)
     turned = np.random.default_rng(seed).random(len(ended)) < wrong
     said: list[bool] = (ended ^ turned).tolist()
     return said
+
+
+def ends_of(prompts: Prompts, num_requests: int) -> npt.NDArray[np.bool_]:
+    """Return for each of the first requests whether none of the others goes on behind it."""
+    last_use = dict[int, int]()
+    for number in range(num_requests):
+        last_use.update(dict.fromkeys(prompts.path(number), number))
+    return np.array([last_use.get(end) == at for at, end in enumerate(prompts.ends[:num_requests])])
 
 
 def loop() -> Found:

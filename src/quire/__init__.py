@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quire.models.drop_in import cache
     from quire.sampling_params import (
         BeamSearchParams,
+        CacheRetention,
         PoolingParams,
         SamplingParams,
         StructuredOutputsParams,
@@ -27,6 +28,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "BeamSearchParams",
+    "CacheRetention",
     "ModelSpec",
     "PoolingParams",
     "SamplingParams",
@@ -44,7 +46,13 @@ def __getattr__(name: str) -> Any:
             return import_module("quire.engine.llm").LLM
         case "ModelSpec":
             return import_module("quire.spec").ModelSpec
-        case "BeamSearchParams" | "PoolingParams" | "SamplingParams" | "StructuredOutputsParams":
+        case (
+            "BeamSearchParams"
+            | "CacheRetention"
+            | "PoolingParams"
+            | "SamplingParams"
+            | "StructuredOutputsParams"
+        ):
             return getattr(import_module("quire.sampling_params"), name)
         case "cache":
             return import_module("quire.models.drop_in").cache

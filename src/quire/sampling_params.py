@@ -134,6 +134,34 @@ class PoolingParams:
         return found
 
 
+LONGEST_RETENTION_S = 86_400.0  # a day
+MAX_RETENTIONS = 4  # of one request, as Anthropic has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRetention:
+    """Ask the prefix cache to keep a prompt's first ``num_tokens`` tokens for ``seconds``.
+
+    Without ``num_tokens`` it is the whole prompt. It is a hint: running sequences need their room,
+    and all that is kept so is a share of the cache.
+
+    Raises: RequestError with the field, its value and its limit.
+    """
+
+    seconds: float = 300.0
+    num_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.seconds, 0, LONGEST_RETENTION_S) and self.seconds > 0):
+            raise RequestError(
+                f"seconds={self.seconds!r} must be above 0 and at most {LONGEST_RETENTION_S:,.0f}"
+            )
+        if self.num_tokens is not None and not _is_int(self.num_tokens, 1):
+            raise RequestError(
+                f"num_tokens={self.num_tokens!r} must be a whole number of at least 1, or None"
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample tokens, and when to end.
@@ -146,7 +174,8 @@ class SamplingParams:
     and are not part of it, unless ``include_stop_str_in_output``; ``bad_words`` never appear. With
     ``allowed_token_ids`` no other token is sampled, not even one that would end the text. The text
     cannot end before ``min_tokens``. With the ``cache_hint`` "ends" the conversation ends with this
-    request: what it alone has in the prefix cache may go first.
+    request: what it alone has in the prefix cache may go first. A ``CacheRetention``, or several of
+    parts of the prompt, ask that they be kept for a while.
 
     Raises: RequestError with the parameter, its value and its limit.
     """
@@ -173,7 +202,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     structured_outputs: StructuredOutputsParams | None = None
-    cache_hint: Literal["ends"] | None = None
+    cache_hint: Literal["ends"] | CacheRetention | tuple[CacheRetention, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, (holds, limit) in self._limits().items():
@@ -188,6 +217,14 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+
+    @property
+    def retentions(self) -> tuple[CacheRetention, ...]:
+        """What the prefix cache is asked to keep of the prompt."""
+        hint = self.cache_hint
+        if isinstance(hint, CacheRetention):
+            return (hint,)
+        return hint if isinstance(hint, tuple) else ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how it is pickled: a bias that cannot be changed cannot be pickled either."""
@@ -238,8 +275,20 @@ class SamplingParams:
                 isinstance(self.structured_outputs, StructuredOutputsParams | None),
                 "StructuredOutputsParams, or None",
             ),
-            "cache_hint": (self.cache_hint in ("ends", None), '"ends", or None'),
+            "cache_hint": (
+                self.cache_hint is None
+                or self.cache_hint == "ends"
+                or _are_retentions(self.cache_hint),
+                f'"ends", at most {MAX_RETENTIONS} CacheRetention, or None',
+            ),
         }
+
+
+def _are_retentions(given: Any) -> bool:
+    several = given if isinstance(given, tuple) else (given,)
+    return len(several) <= MAX_RETENTIONS and all(
+        isinstance(each, CacheRetention) for each in several
+    )
 
 
 def _made_of(given: dict[str, Any]) -> SamplingParams:

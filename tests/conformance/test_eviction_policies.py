@@ -27,6 +27,7 @@ from quire.kv import (
     HeedsEnds,
     PagedAccounting,
     PolicyPool,
+    Retention,
     Score,
     ScoredPolicy,
 )
@@ -161,6 +162,7 @@ def play(
     seed: int,
     priorities: tuple[int, ...],
     ends: bool = False,
+    retains: bool = False,
 ) -> None:
     """Prompts that begin alike, three at a time, in a cache that is too small for all."""
     rng = random.Random(seed)
@@ -190,6 +192,11 @@ def play(
             continue
         rest = prompt[hit.num_tokens :]
         accounting.mark_computed([seq_id], [len(rest)], rest)
+        if retains:  # a second is a request
+            marks = ((rng.randrange(17), rng.randrange(1, 20)), (4, 30))
+            asked = Retention(owner=rng.choice("ab"), marks=marks, clock=lambda now=seq_id: now)
+            assert accounting.retain(seq_id, asked) <= len(prompt)
+            accounting.check()
         if seq_id % 30 == 20:  # the machine is short of memory, and then no longer
             whole = config.capacity_bytes
             accounting.resize(accounting.held_bytes + 6 * GROUP.bytes_per_token, for_now=True)
@@ -207,7 +214,8 @@ def test_a_policy_evicts_in_its_order_what_may_go(
         play(num_groups, page_bytes, seed=1, priorities=(0,))
         play(num_groups, page_bytes, seed=2, priorities=(-1, 0, 0, 5))
         play(num_groups, page_bytes, seed=3, priorities=(0,), ends=True)
-    assert len(made) == 3 * num_groups
+        play(num_groups, page_bytes, seed=4, priorities=(0,), ends=True, retains=True)
+    assert len(made) == 4 * num_groups
     assert sum(policy.num_evicted for policy in made) > 60
     heeds = any(isinstance(policy._policy, HeedsEnds) for policy in made)
     assert heeds == any(policy.num_ended for policy in made)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from quire import SamplingParams
+from quire import CacheRetention, SamplingParams
 from quire.engine.llm import LLM
 from quire.engine.prompts import bad_word_ids
 from quire.errors import RequestError
@@ -35,7 +35,7 @@ from tiny import VOCAB, tiny_model
         "stop_token_ids": [[-1], ["a"], 5, None, [True]],
         "bad_words": [[""], "", None, [3]],
         "structured_outputs": [{"regex": "a"}, "a"],
-        "cache_hint": ["", "end", True, ["ends"]],
+        "cache_hint": ["", "end", True, ["ends"], ("ends",), (CacheRetention(),) * 5],
     }.items(),
 )
 def test_a_parameter_out_of_its_limits_is_refused_by_name(name: str, values: list[Any]) -> None:
@@ -55,7 +55,7 @@ def test_the_limits_themselves_are_allowed() -> None:
         "logit_bias": [{0: -100, 5: 100}, {}, None],
         "logprobs": [-1, 0, None],
         "seed": [-(2**70), None],
-        "cache_hint": ["ends", None],
+        "cache_hint": ["ends", None, CacheRetention(), (CacheRetention(),) * 4, ()],
     }.items():
         for value in values:
             assert getattr(SamplingParams(**{name: value}), name) == value

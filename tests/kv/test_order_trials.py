@@ -82,6 +82,19 @@ def test_an_order_that_finds_less_than_lru_loses_its_seat_before_much_is_lost() 
     )
 
 
+def test_what_clients_say_is_believed_once_without_a_promise() -> None:
+    trials = OrderTrials(2000, tick=1, gap=1)
+    trials.end([])
+    on_trial = list[Order]()
+    for number in range(20_000):
+        trials._won = [0.0] * 5  # no shadow finds more than another
+        seat = use(trials, number, finds=10 if trials.seat is Order.LAST else 2)
+        if seat is not Order.LAST and on_trial[-1:] != [seat]:
+            on_trial.append(seat)
+    assert sorted(on_trial) == [Order.ENDED_EARLIER, Order.ENDED_FIRST]
+    assert trials.seat is Order.LAST
+
+
 def test_an_order_that_finds_more_keeps_its_seat_while_it_does() -> None:
     trials = OrderTrials(500, tick=1, gap=1)  # 1,000 blocks go round
     for number in range(3000):

@@ -97,8 +97,9 @@ def test_the_events_come_in_order_and_hold_what_the_whole_answer_holds(llm: Asyn
             )
             assert whole["usage"] == {
                 "input_tokens": num_tokens(PROMPT),
-                "cache_creation_input_tokens": None,
+                "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": 0,
+                "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
                 "output_tokens": 12,
             }
             answer = await client.post("/v1/messages", {**BODY, "stream": True})

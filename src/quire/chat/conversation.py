@@ -3,6 +3,7 @@
 All three interfaces (chat completions, responses, messages) use this module.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +63,12 @@ class ChatPrompt:
     begun: str = ""
     images: tuple[Any, ...] = ()  # addresses as given; the text has a placeholder for each
     stop: tuple[str, ...] = ()
+
+
+def _num_alike(one: Any, other: Any) -> int:
+    """Count the items with which two texts, or two tuples, both begin."""
+    longest = min(len(one), len(other))
+    return bisect_left(range(1, longest + 1), True, key=lambda n: one[:n] != other[:n])
 
 
 @final
@@ -147,6 +154,27 @@ class Chat:
             begun="" if marks is None else marks.begun(text, continues=continues),
             stop=() if form is not None else self._stop,
         )
+
+    def num_shared_tokens(self, prompt: ChatPrompt, beginning: ChatInput) -> int:
+        """Count a prompt's first tokens that it shares with the beginning of its conversation.
+
+        0 where the template cannot write that beginning. It may take as long as a template may.
+        """
+        tools = [dict(tool.declaration) for tool in prompt.tools.values()]
+        tools = tools[: len(list(beginning.tools or ()))]
+        try:
+            text = self.template.render(
+                beginning.messages,
+                tools or None,
+                add_generation_prompt=False,
+                kwargs=beginning.chat_template_kwargs,
+            )
+        except RequestError:
+            return 0
+        shared = text[: _num_alike(text, prompt.text)]
+        # The last token of a text that is cut may be another one: what is alike counts.
+        token_ids = self._texts.encode(shared, add_special_tokens=False) if shared else []
+        return _num_alike(tuple(token_ids), prompt.token_ids)
 
     def reader(self, prompt: ChatPrompt) -> "Reader":
         """Return a reader for one continuation of a prompt."""

@@ -183,6 +183,12 @@ class EngineConfig:
         "Eviction policy of the prefix cache: choice, lru, lru-2, bip, or one that a package adds.",
         panel=ADVANCED,
     )
+    prefix_caching_retention: float = option(
+        0.25,
+        "Share of the KV memory in which the prefix cache keeps what clients ask it to keep for a "
+        "while (cache_control, prompt_cache_retention). 0: what they ask for is not heeded.",
+        panel=ADVANCED,
+    )
     watermark: float = option(
         0.01,
         "Fraction of the KV memory that stays free when a sequence is admitted beside others.",
@@ -359,6 +365,10 @@ class EngineConfig:
             in_range("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**63)
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark={self.watermark!r} must be at least 0 and below 1")
+        if not 0 <= self.prefix_caching_retention <= 1:
+            raise ConfigError(
+                f"prefix_caching_retention={self.prefix_caching_retention!r} must be from 0 to 1"
+            )
         EVICTION_POLICIES.require(self.prefix_caching_policy, "prefix_caching_policy")
         if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
             raise ConfigError(

@@ -46,6 +46,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "block_size": "named",
         "enable_prefix_caching": "nothing",
         "prefix_caching_policy": "nothing",
+        "prefix_caching_retention": "nothing",
         "watermark": "nothing",
         "scheduling_policy": "nothing",
         "swap_space": "nothing",

@@ -133,6 +133,7 @@ def cache_sizes(
         max_mappings=max_mappings if shares_pages else None,
         enable_prefix_caching=caching,
         eviction_policy=config.prefix_caching_policy,
+        retention_share=config.prefix_caching_retention,
         growth=config.growth,
         growth_tokens=config.growth_tokens,
     )

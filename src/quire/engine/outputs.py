@@ -32,6 +32,7 @@ class TextDelta:
     fault: Fault = None  # why no token could be sampled, if none could
     stopped_by: str | int | None = None  # the stop string or stop token that ended it
     num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
+    num_retained_tokens: int = 0  # … that stay in the cache for a while, as its params ask
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first piece, if they were asked for
     latencies: Latencies | None = field(default=None, compare=False)  # of the whole, at its end
     cumulative_logprob: float | None = None  # of all tokens, at the end of a beam search
@@ -65,6 +66,7 @@ class CompletionOutput:
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
     num_cached_tokens: int = 0  # of the prompt, found computed by an earlier one
+    num_retained_tokens: int = 0  # … that stay in the cache for a while, as its params ask
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all its tokens but the first, if asked for
     kv_transfer_params: Mapping[str, object] | None = None  # for a server that goes on with it
 
@@ -143,6 +145,7 @@ class Listener:
                 fault=sequence.fault,
                 stopped_by=stopped_by,
                 num_cached_tokens=sequence.num_cached_tokens,
+                num_retained_tokens=sequence.num_retained_tokens or 0,
                 prompt_logprobs=tuple(sequence.prompt_logprobs) if self._is_first else (),
                 latencies=None if reason is None else Latencies.of(sequence),
                 embedding=sequence.embedding if reason == "stop" else None,
@@ -169,6 +172,7 @@ class Listener:
                     detail=end.detail,
                     stopped_by=end.stopped_by,
                     num_cached_tokens=sequence.num_cached_tokens,
+                    num_retained_tokens=sequence.num_retained_tokens or 0,
                     latencies=Latencies.of(sequence),
                 )
             )
@@ -210,6 +214,7 @@ def completion(
         prompt_token_ids=request.prompt_token_ids,
         choices=tuple(_choice(own) for own in pieces[: request.num_choices]),
         num_cached_tokens=several[0].num_cached_tokens,
+        num_retained_tokens=several[0].num_retained_tokens or 0,
         prompt_logprobs=tuple(several[0].prompt_logprobs),
         kv_transfer_params=several[0].kv_transfer_params or None,
     )

@@ -29,7 +29,7 @@ from quire.engine.scheduling.swap_space import SwapSpace, num_bytes, readable_to
 from quire.engine.sequence import FinishReason, Request, Sequence
 from quire.engine.statistics import Statistics
 from quire.engine.step_plan import Chunk, Sampled, Save, StepPlan, TokenOutput
-from quire.kv import Accounting, Fits
+from quire.kv import Accounting, Fits, Retention
 from quire.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -212,6 +212,8 @@ class Scheduler:
                 self._outputs += self._append(draw.sequence, result)
         self.statistics.note_tokens(self._outputs)
         for output in self._outputs:
+            if output.token_id is not None and output.sequence.lacks_retention:
+                self._retain(output.sequence)
             if self.offload is not None and output.sequence.request.leaves_blocks:
                 self.offload.offer(output.sequence)
             if output.finish_reason is not None:
@@ -259,7 +261,8 @@ class Scheduler:
         self._accounting.free(
             sequence.seq_id,
             forget=sequence.fault == "model",
-            ended=sequence.request.params.cache_hint == "ends",
+            # Of one that was broken off, the client may ask again.
+            ended=reason in ("stop", "length") and sequence.request.params.cache_hint == "ends",
         )
 
     def fail(self, sequence: Sequence, detail: str, reason: FinishReason = "error") -> None:
@@ -614,6 +617,18 @@ class Scheduler:
         self.fail(sequence, refusal.detail(self.limits.longest(sequence.request)), "capacity")
 
     # -- an update -------------------------------------------------------------------------------
+
+    def _retain(self, sequence: Sequence) -> None:
+        """Have the cache keep of a computed prompt what its client asks for."""
+        request = sequence.request
+        sequence.num_retained_tokens = self._accounting.retain(
+            sequence.seq_id,
+            Retention(
+                owner=request.keys.tenant,
+                marks=request.retained_tokens,
+                clock=lambda: self.statistics.now_s,
+            ),
+        )
 
     def _mark_computed(self, chunks: Iterable[Chunk], num_kept: Mapping[int, int]) -> None:
         """Tell the cache which tokens are computed: it may share full blocks of them.

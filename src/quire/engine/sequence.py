@@ -80,6 +80,15 @@ class Request:
         return self.params.n if self.beam is None else self.beam.num_choices
 
     @property
+    def retained_tokens(self) -> tuple[tuple[int, float], ...]:
+        """The first so many tokens of the prompt are to stay in the cache, for so many seconds."""
+        length = len(self.prompt_token_ids)
+        return tuple(
+            (length if each.num_tokens is None else min(each.num_tokens, length), each.seconds)
+            for each in self.params.retentions
+        )
+
+    @property
     def max_tokens(self) -> int:
         """The most tokens of a sequence, prompt included. The last one's entry is never needed."""
         if self.pooling is not None:
@@ -102,6 +111,7 @@ class Sequence:
     siblings: list["Sequence"] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the cache at admission
+    num_retained_tokens: int | None = None  # … kept there for a while; None: not asked yet
     num_preemptions: int = 0
     num_saved_tokens: int = 0  # tokens whose entries swap holds
     most_computed_tokens: int = 0  # before any preemption
@@ -158,6 +168,12 @@ class Sequence:
         """Whether no sibling waits for it, no search chooses for it, and it generates tokens."""
         request = self.request
         return not self.siblings and not request.chosen_outside and request.pooling is None
+
+    @property
+    def lacks_retention(self) -> bool:
+        """Whether the cache has not been asked yet to keep of its prompt what its client wants."""
+        hint = self.request.params.cache_hint
+        return not (hint is None or hint == "ends") and self.num_retained_tokens is None
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

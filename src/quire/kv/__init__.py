@@ -34,6 +34,7 @@ from quire.kv.paged import BlockCoordinator, PagedAccounting
 from quire.kv.prefix_cache import PrefixHit, Shortfall, TokenIds
 from quire.kv.prefix_index import NO_KEYS, BlockKey, Image, PrefixKeys
 from quire.kv.ranges import RangeAccounting, Row, RowAccounting
+from quire.kv.retention import HeedsRetention, Retention
 from quire.kv.scored_eviction import CachedBlock, Score, ScoredPolicy
 from quire.kv.storage.stacked import StackedStorage
 from quire.kv.storage_ops import Commit, Copy, Map, Release, StorageOp, Unmap
@@ -69,6 +70,7 @@ __all__ = [
     "GrowingAccounting",
     "Growth",
     "HeedsEnds",
+    "HeedsRetention",
     "HeldRange",
     "Image",
     "LayerView",
@@ -85,6 +87,7 @@ __all__ = [
     "PrefixKeys",
     "RangeAccounting",
     "Release",
+    "Retention",
     "Row",
     "RowAccounting",
     "Score",

@@ -26,6 +26,7 @@ from quire.kv.eviction import (
 )
 from quire.kv.eviction_queue import NO_IDS, Ids
 from quire.kv.prefix_index import PrefixIndex
+from quire.kv.retention import Clock, RetainedBlocks, Seconds
 from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.units import ceil_div
 
@@ -416,6 +417,21 @@ class BlockPool:
             blocks = blocks[self.nodes[blocks] == NO_NODE]
         return self.empty(blocks)
 
+    def retain(self, blocks: Ids, seconds: Seconds, owner: str, *, most: int, clock: Clock) -> int:
+        """Keep what the index knows (blocks i64[n], deepest first) for so many seconds, if it can.
+
+        ``most``: blocks that may be kept so, whoever asks. Returns: how many of the last ones are.
+        """
+        if not isinstance(self.evictable, RetainedBlocks):
+            self.evictable = RetainedBlocks(self.evictable, num_ids=self.num_blocks, clock=clock)
+        self.evictable.limit(most)
+        return self.evictable.retain(blocks, self.refs[blocks] == 0, seconds, owner)
+
+    def limit_retention(self, most: int) -> None:
+        """Keep at most so many blocks because clients ask for them."""
+        if isinstance(self.evictable, RetainedBlocks):
+            self.evictable.limit(most)
+
     def evict(self, count: int, *, alike: bool) -> tuple[Ids, Ids]:
         """Choose ``count`` cached blocks, or all, and take them out of the cache.
 
@@ -625,8 +641,11 @@ class Pools:
         capacity_bytes: int,
         index: PrefixIndex,
         make_policy: MakePolicy,
+        retention_share: float = 0.0,
     ) -> None:
+        """``retention_share``: of the bytes, what clients can have kept for a while."""
         self.sizes = tuple(sizes)
+        self._retention_share = retention_share
         self.ceiling = Ceiling(capacity_bytes)
         self.changes: list[StorageOp] = []
         self.num_evicted_blocks = 0
@@ -744,6 +763,14 @@ class Pools:
             granules = self._pools[group].release(blocks, self._clock, priority, ended=ended)
             self._note(Release, group, granules)
 
+    def retain(self, group: int, blocks: Ids, seconds: Seconds, owner: str, clock: Clock) -> int:
+        """Keep known blocks (i64[n], deepest first) for so many seconds each, within the share.
+
+        Returns: how many of the last ones are kept.
+        """
+        most = self._most_retained(group, self.ceiling.now_bytes)
+        return self._pools[group].retain(blocks, seconds, owner, most=most, clock=clock)
+
     def copy(self, group: int, sources: Ids, targets: Ids, num_slots: Sequence[int]) -> None:
         """Note a copy of the first ``num_slots[i]`` slots of block ``sources[i]`` (i64[n])."""
         size = self.sizes[group].slots
@@ -767,6 +794,8 @@ class Pools:
 
         Pages go whole: evicting a cached block beside a held one would free nothing.
         """
+        for group, pool in enumerate(self._pools):
+            pool.limit_retention(self._most_retained(group, num_bytes))
         excess = self.committed_bytes - num_bytes
         if excess <= 0:
             return
@@ -792,6 +821,14 @@ class Pools:
             assert num_found == len(known), "a node holds a block that does not know it"
 
     # -- eviction --------------------------------------------------------------------------------
+
+    def _most_retained(self, group: int, num_bytes: int) -> int:
+        """Return how many of a group's blocks clients can have kept, of so many bytes of all.
+
+        Each group gets as much as any other.
+        """
+        share = self._retention_share * num_bytes / len(self._pools)
+        return int(share / self.sizes[group].block_bytes)
 
     def _lacking_bytes(self, num_new: Sequence[int]) -> int:
         lacking = self.committed_bytes - self.ceiling.now_bytes

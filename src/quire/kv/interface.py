@@ -29,6 +29,7 @@ from quire.kv.prefix_index import (
     PrefixIndex,
     PrefixKeys,
 )
+from quire.kv.retention import Retention
 from quire.kv.storage_ops import StorageOp
 from quire.memory import CountedMemory
 from quire.spec import Group
@@ -110,6 +111,7 @@ class CacheConfig:
     keep_old: bool = False  # growing: an old buffer lives until the next step, as OpenVINO's does
     enable_prefix_caching: bool = True  # where blocks are: keep what ends for like prompts
     eviction_policy: str = DEFAULT_POLICY  # … what of that goes first
+    retention_share: float = 0.25  # … how much of the capacity clients can have kept for a while
     keep_events: bool = False  # … note what can be found from now on and what no longer
     max_capacity_bytes: int | None = None  # how far ``resize`` may go; None: no further
 
@@ -331,6 +333,14 @@ class Accounting(Protocol):
         """Keep a copy of a sequence's recurrent states, for others that begin alike.
 
         It must stand at the end of a full block, and takes free bytes only. False: nothing is kept.
+        """
+        ...
+
+    def retain(self, seq_id: int, retention: Retention) -> int:
+        """Keep what is computed of a prompt's beginning for a while, as its client asks.
+
+        A hint: what sequences need goes first. Returns: how many tokens are kept so now, which may
+        be fewer than were asked for.
         """
         ...
 

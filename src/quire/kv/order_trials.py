@@ -47,7 +47,8 @@ class Order(IntEnum):
 
 # By which factor an order must promise more than the one that has the seat, and how many hits of a
 # shadow besides. Where prompts come round and round, LRU finds next to nothing. What clients say is
-# worth a trial against LRU without any promise.
+# worth one trial against LRU without any promise: where most of it is wrong, the second would lose
+# what the share pays, for good.
 _MARGINS: Final = MappingProxyType(
     {
         Order.LAST_BUT_ONE: 1.02,
@@ -84,6 +85,7 @@ class OrderTrials:
         self._mean_length = 0.0  # of the prompts, in blocks
         self._accounts = [0.0] * len(Order)  # LRU's own means nothing
         self._prompts = [_PROMPTS] * len(Order)  # which each may owe
+        self._have_lost: set[Order] = set()  # more than the stake, in some trial
         self.seat: Order = Order.LAST
         self._tried: Order = Order.LAST
 
@@ -138,6 +140,7 @@ class OrderTrials:
             stake = max(self._num_blocks * _STAKE, self._mean_length * self._prompts[seat])
             if accounts[seat] < -stake:
                 self._prompts[seat] = min(2 * self._prompts[seat], _MOST_PROMPTS)
+                self._have_lost.add(seat)
                 seat = Order.LAST
             elif won[Order.LAST] > won[seat] + _LEAD:
                 seat = Order.LAST
@@ -145,7 +148,8 @@ class OrderTrials:
             if order is seat or order >= len(won) or accounts[order] < 0:
                 continue
             wanted = margin * won[seat] + _HEAD_START
-            if seat is Order.LAST and order >= Order.ENDED_EARLIER:
+            is_told = order >= Order.ENDED_EARLIER and order not in self._have_lost
+            if is_told and seat is Order.LAST:
                 wanted = won[seat]
             if won[order] >= wanted:
                 seat = order

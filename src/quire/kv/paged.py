@@ -47,6 +47,7 @@ from quire.kv.prefix_index import (
     PrefixIndex,
     PrefixKeys,
 )
+from quire.kv.retention import Retention
 from quire.kv.storage_ops import StorageOp
 from quire.spec import (
     ChunkedAttention,
@@ -84,13 +85,14 @@ class BlockCoordinator:
         make_policy: MakePolicy,
         caching: bool = True,
         keep_events: bool = False,
+        retention_share: float = 0.0,
     ) -> None:
         self.groups = groups
         # What tokens stand for depends on the source too, which no key of a prefix names.
         self.caching = caching and not any(isinstance(g.spec, CrossAttention) for g in groups)
         self.tables = BlockTables(len(groups), block_size)
         self.index = PrefixIndex(len(groups), block_size, keep_events=keep_events)
-        self.pools = Pools(sizes, capacity_bytes, self.index, make_policy)
+        self.pools = Pools(sizes, capacity_bytes, self.index, make_policy, retention_share)
         self.ceiling = self.pools.ceiling
         self._cache = PrefixCache(groups, self.index, self.pools, self.tables)
         self._numbers = range(len(groups))
@@ -383,6 +385,13 @@ class BlockCoordinator:
                 self._release(number, row, block)
         return True
 
+    def retain(self, seq_id: int, retention: Retention) -> int:
+        """Keep what is computed of a prompt's beginning for a while, as its client asks.
+
+        Returns: how many tokens are kept so; fewer than asked for where the share is used up.
+        """
+        return self._cache.retain(self.tables.rows[seq_id], retention)
+
     def mark_computed(
         self, seq_ids: Sequence[int], counts: Sequence[int] | None, token_ids: TokenIds
     ) -> None:
@@ -604,6 +613,7 @@ class PagedAccounting(BlockCoordinator):
             make_policy=make_policy,
             caching=config.enable_prefix_caching,
             keep_events=config.keep_events,
+            retention_share=config.retention_share,
         )
         self._reserved_bytes = sum(size.num_ids * size.block_bytes for size in self._sizes)
         self._token_bytes = [group.bytes_per_token for group in groups]

@@ -25,6 +25,7 @@ from quire.kv.prefix_index import (
     PrefixIndex,
     PrefixKeys,
 )
+from quire.kv.retention import Retention
 from quire.spec import Group, KeptWhole
 from quire.units import ceil_div
 
@@ -187,6 +188,23 @@ def _fits(
     return fits, lacking
 
 
+def _needed(
+    group: Group, block_size: int, there: npt.NDArray[np.bool_], stop: int
+) -> tuple[int, Ids]:
+    """Return how many blocks a hit of up to ``stop`` can have in a group, and which columns it
+    needs.
+
+    ``there`` (bool[n]) tells which are in the cache.
+    """
+    if isinstance(group.spec, KeptWhole):  # the last state before serves
+        last = there[:stop].nonzero()[0][-1:]
+        return (int(last[0]) + 1 if len(last) else 0), last
+    first = group.live_start(stop * block_size) // block_size
+    # The index knows a node while something is in it, also where a chunk begins.
+    columns = np.arange(min(first, stop - 1), stop)
+    return (stop, columns) if there[columns].all() else (0, NO_IDS)
+
+
 def _why(group: Group) -> Shortfall:
     if isinstance(group.spec, KeptWhole):
         return "state"
@@ -245,6 +263,28 @@ class PrefixCache:
         for number, blocks in enumerate(self._index.blocks):
             there = blocks[path]
             self._pools.forget(number, there[there != NO_BLOCK].astype(np.intp))
+
+    def retain(self, row: int, retention: Retention) -> int:
+        """Keep the beginning of a sequence's prompt for a while. Returns: how many tokens of it."""
+        path = np.array(self._index.path(self._index.row(self._tail_nodes[row])), np.intp)
+        seconds = retention.seconds(len(path), self._size)
+        stops = ((np.diff(seconds, append=0) < 0).nonzero()[0] + 1).tolist()  # after each mark
+        num_kept = len(path) if stops else 0
+        for number, group in enumerate(self._groups):
+            blocks = self._index.blocks[number][path].astype(np.intp)
+            needs = [_needed(group, self._size, blocks != NO_BLOCK, stop) for stop in stops]
+            columns = np.unique(np.concatenate([NO_IDS, *(need for _, need in needs)]))[::-1]
+            count = self._pools.retain(
+                number, blocks[columns], seconds[columns], retention.owner, retention.clock
+            )
+            kept = np.zeros(len(path) + 1, bool)
+            kept[columns[len(columns) - count :]] = True
+            if group.live_start(len(path) * self._size):
+                found = max((end for end, need in needs if kept[need].all()), default=0)
+            else:  # also a part of what a mark needs can be found
+                found = int(kept.argmin())
+            num_kept = min(num_kept, found)
+        return num_kept * self._size
 
     def trim(self, row: int, num_tokens: int) -> None:
         """Take a sequence back to its first ``num_tokens`` tokens."""

@@ -21,6 +21,7 @@ from quire.kv.occupancy import HeldRange, Occupancy, RangeCells
 from quire.kv.packed_slots import packed_ranges
 from quire.kv.prefix_cache import PrefixHit, TokenIds, no_hit
 from quire.kv.prefix_index import NO_KEYS, BlockKey, PrefixKeys
+from quire.kv.retention import Retention
 from quire.kv.storage_ops import Commit, Copy, Release, StorageOp
 from quire.spec import Group, KeptWhole
 from quire.units import align_up
@@ -223,6 +224,9 @@ class RangeAccounting(ABC, Generic[Held]):
 
     def keep_state(self, seq_id: int) -> bool:
         return False
+
+    def retain(self, seq_id: int, retention: Retention) -> int:
+        return 0
 
     def reset_prefix_cache(self) -> bool:
         return not self.held_bytes

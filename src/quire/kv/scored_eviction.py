@@ -18,6 +18,7 @@ import numpy as np
 
 from quire.kv.eviction import EvictionPolicy, PolicyPool, Priority, Times
 from quire.kv.eviction_queue import Ids
+from quire.kv.retention import Seconds
 
 Score: TypeAlias = float | tuple[float, ...]  # whatever a policy returns, all of one kind
 _SLACK = 64  # stale entries of the heap that are not worth a sweep
@@ -39,6 +40,7 @@ class CachedBlock:
     hits: int = 0  # uses after the first: by later sequences, and by forks and beams
     priority: int  # the smallest of the requests that used it, -128 to 127: of the most important
     ended: bool = False  # whether a client says that the last conversation that used it has ended
+    retained_s: float = 0.0  # for how long after its last use clients wanted it kept; 0: not
 
     @property
     def prefix_tokens(self) -> int:
@@ -115,7 +117,7 @@ class ScoredPolicy(EvictionPolicy):
                 self._enter(block, *places[block], important)
                 continue
             found.hits += 1
-            found.ended = False
+            found.ended, found.retained_s = False, 0.0
             found.used_before, found.last_used = found.last_used, now
             found.priority = min(found.priority, important)
 
@@ -123,6 +125,11 @@ class ScoredPolicy(EvictionPolicy):
     def end(self, blocks: Ids) -> None:
         for block in blocks.tolist():
             self._known[block].ended = True
+
+    @final
+    def retain(self, blocks: Ids, seconds: Seconds) -> None:
+        for block, each in zip(blocks.tolist(), seconds.tolist(), strict=True):
+            self._known[block].retained_s = each
 
     @final
     def free(self, blocks: Ids) -> None:

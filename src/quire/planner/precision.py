@@ -95,6 +95,11 @@ def precision_of(config: Mapping[str, Any]) -> Precision | None:
     )
 
 
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Tell whether a config.json says that some weights are codes, by a method known or not."""
+    return _section(config) is not None
+
+
 def unread_method(config: Mapping[str, Any]) -> str | None:
     """Return the name of a quantization that is stated and not known here, or None."""
     said = _section(config)

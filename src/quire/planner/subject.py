@@ -23,7 +23,15 @@ from quire.planner.parameters import (
     shapes_of,
     widest_rows,
 )
-from quire.planner.precision import NAMED, Precision, named, precision_of, uncoded, unread_method
+from quire.planner.precision import (
+    NAMED,
+    Precision,
+    is_quantized,
+    named,
+    precision_of,
+    uncoded,
+    unread_method,
+)
 from quire.planner.weights import (
     Stored,
     footprint_of,
@@ -32,7 +40,7 @@ from quire.planner.weights import (
     widest_stored,
 )
 from quire.spec import ModelSpec
-from quire.spec.config_json import load, text_section
+from quire.spec.config_json import load
 from quire.spec.layer_specs import dtype_bytes
 from quire.spec.model_files import DEMO_MODEL, cached_folder, first_line
 
@@ -232,8 +240,8 @@ def _of_tensors(
     spec, computing = _computed(ModelSpec.from_config(config, source), dtype)
     shapes, item_bytes = shapes_of(config, spec, source), dtype_bytes(computing)
     # Codes of a quantized checkpoint keep their dtype; other weights get the one of --dtype.
-    is_quantized = _is_quantized(config)
-    kept = None if is_quantized else item_bytes
+    are_codes = is_quantized(config)
+    kept = None if are_codes else item_bytes
     weights = parts_of(tensors, shapes, lambda tensor: tensor.bytes_in(kept))
     counted = parts_of(tensors, shapes, lambda tensor: tensor.num_items)
     return Subject(
@@ -244,7 +252,7 @@ def _of_tensors(
         source=source,
         weights_source=weights_source,
         # Codes are packed, several to an item.
-        parameters=parameters_of(config, spec, source) if is_quantized else counted,
+        parameters=parameters_of(config, spec, source) if are_codes else counted,
         weights=weights,
         precision=_stated(config, computing),
         num_experts=shapes.num_experts,
@@ -341,8 +349,3 @@ def _kept_as(config: Mapping[str, Any], precision: Precision, parameters: Weight
     }
     coded = ", ".join(name for name, count in parts.items() if count)
     return f"{precision.bits:.4g} bits a weight of {coded}; tables, norms and routers as they were"
-
-
-def _is_quantized(config: Mapping[str, Any]) -> bool:
-    section, _ = text_section(config, "config.json")
-    return any("quantization_config" in part for part in (config, section))

@@ -4,17 +4,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quire.chat.tools.tool_choice import closed
 from quire.errors import ConfigError
 from quire.sampling_params import (
     SAMPLING_DEFAULTS,
     BeamSearchParams,
+    CacheRetention,
     SamplingParams,
     StructuredOutputsParams,
 )
 from quire.server.schemas.request_fields import (
+    GenerationRequest,
+    KeptPrefix,
     ResponseFormat,
     Sampling,
     Searching,
@@ -28,10 +31,10 @@ MAX_BIASES = 1024
 _SAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "stop_token_ids", "bad_words", "include_stop_str_in_output"),
-    *("skip_special_tokens", "ignore_eos", "min_tokens", "allowed_token_ids", "cache_hint"),
+    *("skip_special_tokens", "ignore_eos", "min_tokens", "allowed_token_ids"),
 )
 # Fields that a beam search has too, or that do not change it.
-_OF_A_SEARCH = ("n", "max_tokens", "temperature", "seed", "ignore_eos")
+_OF_A_SEARCH = ("n", "max_tokens", "temperature", "seed", "ignore_eos", "cache_hint")
 
 
 def sampling_defaults(generation_config: str, *, own: Mapping[str, float]) -> dict[str, float]:
@@ -79,7 +82,23 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=asked.prompt_logprobs,
         structured_outputs=_form(asked, form),
+        cache_hint=_cache_hint(asked),
     )
+
+
+def _cache_hint(asked: Sampling) -> Literal["ends"] | CacheRetention | None:
+    """Return what a request says of its prompt in the cache: our own field goes before OpenAI's."""
+    hint = asked.cache_hint
+    if isinstance(hint, KeptPrefix):
+        return CacheRetention(seconds=hint.seconds, num_tokens=hint.num_tokens)
+    if hint is not None or not isinstance(asked, GenerationRequest):
+        return hint
+    if asked.prompt_cache_retention == "24h":
+        return CacheRetention(seconds=24 * 3600)
+    options = asked.prompt_cache_options
+    if options is not None and options.ttl is not None and options.mode != "explicit":
+        return CacheRetention(seconds=30 * 60)
+    return None
 
 
 def searched(asked: Searching, params: SamplingParams) -> SamplingParams | BeamSearchParams:

@@ -32,13 +32,21 @@ def test_a_folder_without_weights_is_an_estimate_too(tmp_path: Path) -> None:
     assert find_subject(str(tmp_path)).weights_are_estimated
 
 
-def test_codes_of_a_quantized_checkpoint_stay_as_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize(
+    ("said", "is_quantized"),
+    [({"quant_method": "gptq", "bits": 4}, True), ({"quant_method": "new"}, True), (None, False)],
+)
+def test_codes_of_a_quantized_checkpoint_stay_as_they_are(
+    tmp_path: Path, field: str, said: Any, is_quantized: bool
+) -> None:
     config = json.loads((DEMO / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: said}))
     (tmp_path / "model.safetensors").symlink_to(DEMO / "model.safetensors")
-    kept = find_subject(str(tmp_path), dtype="float32").own.weights_bytes
-    assert kept == find_subject().own.weights_bytes
-    assert find_subject(dtype="float32").own.weights_bytes == 2 * kept
+    found = find_subject(str(tmp_path), dtype="float32").own.weights_bytes
+    stored = find_subject().own.weights_bytes
+    assert find_subject(dtype="float32").own.weights_bytes == 2 * stored
+    assert found == (stored if is_quantized else 2 * stored)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.chat.api_inputs import from_anthropic
+from quire.chat.cache_marks import TTL_S, anthropic_marks
 from quire.chat.conversation import ChatInput
 from quire.server.endpoints.answer_blocks import Begun, Block, Blocks, Change, Grown
 from quire.server.endpoints.answers import Json, as_events, as_json
@@ -80,6 +81,7 @@ class MessagesRequest(GenerationRequest, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None  # of the last block
     metadata: dict[str, Any] | None = None  # ignored: for the client's own records
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -125,12 +127,20 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use
 ContentBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
 
 
+class CacheCreation(msgspec.Struct, kw_only=True):
+    """Tokens that the cache keeps for a while and had not, by the time that was asked for."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Tokens. A prompt has ``input_tokens`` and ``cache_read_input_tokens`` together."""
+    """Tokens. A prompt has those of the three fields of input together; none of them costs."""
 
     input_tokens: int
-    cache_creation_input_tokens: int | None = None  # no client pays for cache writes here
+    cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    cache_creation: CacheCreation
     output_tokens: int
 
 
@@ -223,7 +233,14 @@ async def messages(
         asked.response_format = ResponseFormat(type="json_schema", json_schema=schema)
     # Clients ask for more than a small context has, and are told where it ended.
     turn = await take_turn(
-        context, _conversation(asked), asked, max_tokens=asked.max_tokens, within_context=True
+        context,
+        _conversation(asked),
+        asked,
+        max_tokens=asked.max_tokens,
+        within_context=True,
+        marks=anthropic_marks(
+            asked.messages, system=asked.system, tools=asked.tools, whole=asked.cache_control
+        ),
     )
     answering = _AnsweringMessages(turn, asked)
     if asked.stream:
@@ -381,8 +398,22 @@ class _AnsweringMessages:
 
     def _usage(self) -> MessageUsage:
         turn = self._turn
+        cached, created = turn.cached_tokens, turn.cache_write_tokens
+        in_5m = 0
+        if created:
+            # The rest of what is kept is asked for longer: each beginning is of those behind it.
+            longer = [
+                num_tokens
+                for num_tokens, seconds in turn.requests[0].retained_tokens
+                if seconds > TTL_S["5m"]
+            ]
+            in_5m = min(created, max(0, cached + created - max(cached, *longer, 0)))
         return MessageUsage(
-            input_tokens=turn.prompt_tokens - turn.cached_tokens,
-            cache_read_input_tokens=turn.cached_tokens,
+            input_tokens=turn.prompt_tokens - cached - created,
+            cache_creation_input_tokens=created,
+            cache_read_input_tokens=cached,
+            cache_creation=CacheCreation(
+                ephemeral_5m_input_tokens=in_5m, ephemeral_1h_input_tokens=created - in_5m
+            ),
             output_tokens=turn.completion_tokens,
         )

@@ -15,13 +15,19 @@ from typing import Any, TypeVar, final
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.chat.cache_marks import CacheMark
 from quire.chat.conversation import ChatInput, ChatPrompt, Reader
 from quire.chat.output_events import Event, ReasoningDelta
 from quire.engine.outputs import TextDelta
 from quire.engine.prompts import Prompt, ShownPrompt
 from quire.engine.sequence import Embedding, Request, TokenLogprobs
 from quire.errors import RequestError
-from quire.sampling_params import Params, SamplingParams, StructuredOutputsParams
+from quire.sampling_params import (
+    CacheRetention,
+    Params,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from quire.server.admission_control import Permit
 from quire.server.pictures import shown_prompt
 from quire.server.request_context import RequestContext
@@ -212,6 +218,7 @@ class Generation:
         # What a server that goes on is to be asked with, once a choice has ended.
         self.kv_transfer_params: KVTransferParams | UnsetType = UNSET
         self._cached_tokens: dict[int, int] = {}  # by prompt
+        self._retained_tokens: dict[int, int] = {}
         self._spans = None
         if service.tracer is not None:
             self._spans = RequestSpans(
@@ -237,13 +244,24 @@ class Generation:
         """Return how many prompt tokens the prefix cache had."""
         return sum(self._cached_tokens.values())
 
+    @property
+    def cache_write_tokens(self) -> int:
+        """Return how many prompt tokens the cache keeps for a while that it had not."""
+        return sum(
+            max(0, count - self._cached_tokens[index])
+            for index, count in self._retained_tokens.items()
+        )
+
     def usage(self) -> TokenUsage:
         """Return the tokens that the requests have cost so far."""
+        details = {"cached_tokens": self.cached_tokens}
+        if any(request.params.retentions for request in self.requests):
+            details["cache_write_tokens"] = self.cache_write_tokens
         return TokenUsage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=self.prompt_tokens + self.completion_tokens,
-            prompt_tokens_details={"cached_tokens": self.cached_tokens},
+            prompt_tokens_details=details,
         )
 
     def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -294,6 +312,9 @@ class Generation:
                         noted.add(delta)
                     self.completion_tokens += len(delta.token_ids)
                     self._cached_tokens[index] = delta.num_cached_tokens
+                    self._retained_tokens[index] = max(
+                        delta.num_retained_tokens, self._retained_tokens.get(index, 0)
+                    )
                     if delta.kv_transfer_params is not None and not index:  # as vLLM: of the first
                         self.kv_transfer_params = msgspec.convert(
                             dict(delta.kv_transfer_params), KVTransferParams
@@ -498,6 +519,7 @@ async def take_turn(
     logprobs: int | None = None,
     within_context: bool = False,
     num_bytes: int = 0,
+    marks: Sequence[CacheMark] = (),
 ) -> ChatTurn:
     """Write the prompt of a conversation and join the queue.
 
@@ -511,6 +533,7 @@ async def take_turn(
         logprobs=logprobs,
         within_context=within_context,
         num_bytes=num_bytes,
+        marks=marks,
     )
     return ChatTurn(context, made.request, made.prompt, made.own_stops)
 
@@ -524,11 +547,13 @@ async def turn_request(
     logprobs: int | None = None,
     within_context: bool = False,
     num_bytes: int = 0,
+    marks: Sequence[CacheMark] = (),
 ) -> TurnRequest:
     """Write the prompt of a conversation, and make the engine's request.
 
     ``within_context``: cut ``max_tokens`` to the context instead of refusing it. ``num_bytes``: the
-    size of a conversation that is longer than the body.
+    size of a conversation that is longer than the body. ``marks``: what of it is to be kept in the
+    cache, if the request says nothing else of that.
 
     Raises: Refused; RequestError.
     """
@@ -568,6 +593,9 @@ async def turn_request(
             f"use_beam_search: answers of this model end at a text ({prompt.stop[0][:40]!r}, of "
             "chat_stop_strings in its tokenizer_config.json), and a search looks for none",
         )
+    # Of a prompt that is cut, another beginning is left.
+    if marks and asked.cache_hint is None and asked.truncate_prompt_tokens is None:
+        params = replace(params, cache_hint=await _retentions(context, prompt, marks))
     own_stops = frozenset(prompt.stop) - set(params.stop)
     params = replace(params, stop=(*params.stop, *prompt.stop))
     if asked.skip_special_tokens is None:
@@ -575,6 +603,21 @@ async def turn_request(
     chosen = searched(asked, params) if isinstance(asked, Searching) else params
     request = await engine_request(context, token_ids if shown is None else shown, chosen, asked)
     return TurnRequest(request=request, prompt=prompt, own_stops=own_stops)
+
+
+async def _retentions(
+    context: RequestContext, prompt: ChatPrompt, marks: Sequence[CacheMark]
+) -> tuple[CacheRetention, ...]:
+    """Return what of a prompt its marks ask to be kept. Raises: RequestError."""
+    found = list[CacheRetention]()
+    for mark in marks:
+        num_tokens = None
+        if mark.beginning is not None:
+            count = context.service.chat.num_shared_tokens
+            num_tokens = await context.in_text_thread(count, prompt, mark.beginning)
+        if num_tokens != 0:
+            found.append(CacheRetention(seconds=mark.seconds, num_tokens=num_tokens))
+    return tuple(found)
 
 
 def reasoning_kwargs(effort: str | None) -> dict[str, Any]:

@@ -236,8 +236,10 @@ class Responding:
         num_thought = await turn.num_reasoning_tokens()
         self.response.usage = ResponseUsage(
             input_tokens=turn.prompt_tokens,
-            # No client pays for cache writes here.
-            input_tokens_details={"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
+            input_tokens_details={
+                "cached_tokens": turn.cached_tokens,
+                "cache_write_tokens": turn.cache_write_tokens,
+            },
             output_tokens=turn.completion_tokens,
             output_tokens_details={"reasoning_tokens": num_thought},
             total_tokens=turn.prompt_tokens + turn.completion_tokens,

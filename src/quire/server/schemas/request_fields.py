@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from quire.sampling_params import LONGEST_RETENTION_S
 from quire.server.wire.error_responses import Refused, invalid
 
 MAX_CHOICES = 128
@@ -87,6 +88,13 @@ class Addressed(Routed, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class KeptPrefix(msgspec.Struct, kw_only=True):
+    """Ours: what of the prompt the cache is to keep for a while."""
+
+    seconds: Annotated[float, Meta(gt=0, le=LONGEST_RETENTION_S)]
+    num_tokens: Count | None = None  # of the prompt, from its first on; all of them
+
+
 class Sampling(Addressed, kw_only=True):
     """… how tokens are chosen and when to end …"""
 
@@ -108,7 +116,8 @@ class Sampling(Addressed, kw_only=True):
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    cache_hint: Literal["ends"] | None = None  # ours: the conversation ends with this request
+    # Ours: the conversation ends with this request, or this is to be kept of its prompt.
+    cache_hint: Literal["ends"] | KeptPrefix | None = None
     prompt_logprobs: NumLogprobs | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -117,6 +126,13 @@ class Sampling(Addressed, kw_only=True):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Meta(max_length=1024)] | None = None
     guided_grammar: str | None = None
+
+
+class PromptCacheOptions(msgspec.Struct, kw_only=True):
+    """OpenAI's field: how long the prompt is to be kept, unless only marks in it are meant."""
+
+    ttl: Literal["30m"] | None = None
+    mode: Literal["implicit", "explicit"] | None = None
 
 
 class KVTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -143,6 +159,8 @@ class GenerationRequest(Sampling, kw_only=True):
     kv_transfer_params: KVTransferParams | None = None
     # A fleet may keep requests with the same one together; the API key decides about the cache.
     prompt_cache_key: Text | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     safety_identifier: Text | None = None
 
 

@@ -1,0 +1,102 @@
+"""Where a conversation says that its beginning is to be kept in the prefix cache.
+
+Anthropic's clients mark blocks of tools, system and messages with ``cache_control``: what comes
+before the end of such a block will be asked for again. How many tokens that is, only the template
+and the tokenizer know: ``Chat.num_shared_tokens``.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from quire.chat.api_inputs import from_anthropic
+from quire.chat.conversation import ChatInput
+from quire.errors import RequestError
+from quire.sampling_params import MAX_RETENTIONS
+
+TTL_S: Final = MappingProxyType({"5m": 300.0, "1h": 3600.0})
+_DEFAULT_TTL = "5m"
+Objects = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMark:
+    """The beginning of a conversation that is to be kept, and for how long."""
+
+    seconds: float
+    beginning: ChatInput | None  # None: all of it
+
+
+def anthropic_marks(
+    messages: Objects, *, system: Any = None, tools: Objects | None = None, whole: Any = None
+) -> list[CacheMark]:
+    """Find the marks of a request to ``/v1/messages``, in the order of the prompt.
+
+    ``whole``: the request's own ``cache_control``, which is for its last block. Raises:
+    RequestError for a mark that is none, or for too many.
+    """
+    found = list[CacheMark]()
+    for index, tool in enumerate(tools or ()):
+        if (seconds := _seconds(tool, f"tools[{index}]")) is not None:
+            # Most templates write the instructions before the tools.
+            found.append(_mark(seconds, [], system, (tools or ())[: index + 1]))
+    blocks = system if isinstance(system, list | tuple) else ()
+    for index, block in enumerate(blocks):
+        if (seconds := _seconds(block, f"system[{index}]")) is not None:
+            found.append(_mark(seconds, [], blocks[: index + 1], tools))
+    last = len(messages) - 1
+    for index, message in enumerate(messages):
+        content: Any = message.get("content")
+        for place, seconds in _of_content(content, f"messages[{index}].content"):
+            if index == last and place == len(content):
+                found.append(CacheMark(seconds=seconds, beginning=None))
+            else:
+                cut = [*messages[:index], {**message, "content": content[:place]}]
+                found.append(_mark(seconds, cut, system, tools))
+    if whole is not None:
+        seconds = _ttl(whole, "cache_control")
+        found.append(CacheMark(seconds=seconds, beginning=None))
+    if len(found) > MAX_RETENTIONS:
+        raise RequestError(
+            f"cache_control is on {len(found)} blocks: a request may mark {MAX_RETENTIONS} of them"
+        )
+    return found
+
+
+def _of_content(content: Any, where: str) -> Iterator[tuple[int, float]]:
+    """Yield after how many blocks of a message a mark is, and its seconds."""
+    for index, block in enumerate(content if isinstance(content, list | tuple) else ()):
+        own = _seconds(block, f"{where}[{index}]")
+        inner = block.get("content") if isinstance(block, Mapping) else None
+        for _, seconds in _of_content(inner, f"{where}[{index}].content"):  # a tool's result
+            own = max(own or 0, seconds)
+        if own is not None:
+            yield index + 1, own
+
+
+def _mark(seconds: float, messages: Objects, system: Any, tools: Objects | None) -> CacheMark:
+    if messages:
+        return CacheMark(
+            seconds=seconds, beginning=from_anthropic(messages, system=system, tools=tools)
+        )
+    # No conversation is without a message; the template's text of this one is not counted.
+    beginning = from_anthropic([{"role": "user", "content": ""}], system=system, tools=tools)
+    return CacheMark(seconds=seconds, beginning=beginning)
+
+
+def _seconds(block: Any, where: str) -> float | None:
+    given = block.get("cache_control") if isinstance(block, Mapping) else None
+    return None if given is None else _ttl(given, f"{where}.cache_control")
+
+
+def _ttl(given: Any, where: str) -> float:
+    """Return the seconds of a mark. Raises: RequestError."""
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    ttl = given.get("ttl", _DEFAULT_TTL) if isinstance(given, Mapping) else None
+    if kind != "ephemeral" or not isinstance(ttl, str) or ttl not in TTL_S:
+        raise RequestError(
+            f"{where} must be an object with the type ephemeral and, if wanted, a ttl, "
+            f"{' or '.join(TTL_S)}"
+        )
+    return TTL_S[ttl]
