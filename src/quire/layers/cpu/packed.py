@@ -65,8 +65,6 @@ class PackedProduct:
         activation: str | None,
         dtype: torch.dtype,
     ) -> None:
-        if reason := unsupported(weights):
-            raise ValueError(f"no kernel: {reason}")
         if dtype not in DTYPES:
             raise ValueError(f"no kernel: it has none for {dtype}")
         self._weights = tuple(weights)
@@ -197,7 +195,10 @@ class PackedProduct:
 def _checked(
     weights: Sequence[PackedWeight], biases: Sequence[Tensor | None] | None, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Biases of whole blocks. Raises: ValueError for those that do not fit the weights."""
+    """Biases of whole blocks: where they lie, or a copy of one that ends inside of a block.
+
+    Raises: ValueError for those that do not fit the weights.
+    """
     if biases is None:
         biases = [None] * len(weights)
     if len(biases) != len(weights):
@@ -209,8 +210,11 @@ def _checked(
                 f"a bias is {list(bias.shape)} in {bias.dtype} for {weight.num_outputs} outputs "
                 f"in {dtype}"
             )
-        whole = torch.zeros(weight.data.shape[0] * BLOCK, dtype=dtype)
-        if bias is not None:
-            whole[: weight.num_outputs] = bias
-        found.append(whole)
+        outputs = weight.data.shape[0] * BLOCK
+        if bias is None or len(bias) < outputs or bias.stride(0) != 1:
+            whole = torch.zeros(outputs, dtype=dtype)
+            if bias is not None:
+                whole[: weight.num_outputs] = bias
+            bias = whole
+        found.append(bias)
     return found

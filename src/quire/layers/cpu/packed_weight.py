@@ -12,7 +12,6 @@ Eight inputs of an output are a word of 32 bits with 4 bits each: byte b has inp
 there are zeros up to whole groups and blocks.
 """
 
-import re
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +25,7 @@ PANELS = 4
 BLOCK = PANEL * PANELS
 STEP = 8  # inputs of a word of 4 bits each
 MOST_GROUP = 128  # inputs that one record is about: a larger group's scale stands in several
-GROUP_SIZES = (32, 128)  # of weights that are quantized here
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_SPELLED = re.compile(r"int(?P<bits>[48])(-g(?P<group>\d+))?(?P<zeros>-asym)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,30 +79,6 @@ class PackedForm:
         return ceil_div(num_outputs, BLOCK), groups, self.record_bytes
 
 
-# With zeros, four bits lose a fifth less than without: they cost a fourteenth more to read.
-DEFAULT_FORMS = {
-    "int8": PackedForm(bits=8, group_size=128),
-    "int4": PackedForm(bits=4, group_size=32),
-}
-
-
-def named_form(name: str) -> PackedForm:
-    """Read ``int8``, ``int4-g128``, ``int4-g32-asym``: bits, a group's inputs, zeros or none.
-
-    Raises: ValueError.
-    """
-    found = _SPELLED.fullmatch(name)
-    usual = None if found is None else DEFAULT_FORMS[f"int{found['bits']}"]
-    if found is None or usual is None:
-        raise ValueError(f"{name!r} is no form of weights: int8, int4-g128, int4-g32-asym")
-    group_size = int(found["group"] or usual.group_size)
-    if group_size not in GROUP_SIZES:
-        raise ValueError(f"{name!r} has groups of {group_size}: there are {GROUP_SIZES}")
-    return PackedForm(
-        bits=usual.bits, group_size=group_size, has_zeros=bool(found["zeros"]) or usual.has_zeros
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """One weight [N, K] in its packed form."""
@@ -120,6 +93,11 @@ class PackedWeight:
         shape = self.form.shape(self.num_outputs, self.num_inputs)
         if self.data.dtype != torch.uint8 or self.data.shape != shape:
             raise ValueError(f"packed data is {list(self.data.shape)}, and not {list(shape)}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs, [N, K]."""
+        return self.num_outputs, self.num_inputs
 
     def unpacked(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return codes i8[N, K], scales [N, groups] and zeros i8[N, groups]."""
