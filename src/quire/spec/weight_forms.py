@@ -38,7 +38,7 @@ _BITS, _GROUPS = (8, 4), (32, 128)
 _USUAL: Final[Mapping[str, WeightForm]] = MappingProxyType(
     {
         "int8": WeightForm(bits=8, group_size=128),
-        "int4": WeightForm(bits=4, group_size=32, has_zeros=True),
+        "int4": WeightForm(bits=4, group_size=32),
     }
 )
 WEIGHT_FORMS: Final[Mapping[str, WeightForm]] = MappingProxyType(
