@@ -82,12 +82,11 @@ def test_no_weight_is_farther_from_its_code_than_half_a_step(
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(size, generator=generator) + shift).to(dtype)
     packed = quantize(weight, packed_form(form))
-    _, scales, zeros = packed.unpacked()
+    codes, scales, _ = packed.unpacked()
     steps = scales.float().abs().repeat_interleave(form.group_size, 1)[:, : size[1]]
     apart = (packed.dequantized() - weight.float()).abs()
     # Symmetric codes have one fewer on one side, and a zero is rounded too: a step at the ends.
     assert (apart <= steps * 1.01 + 2**-10 * weight.float().abs()).all()
-    codes = packed.unpacked()[0]
     least = -(1 << (form.bits - 1))
     inside = (codes > least) & (codes < -least - 1)
     # A scale in float16 is off by 2 ** -11, and so are all weights that are far from zero.
