@@ -37,7 +37,7 @@ class PackedLinear(nn.Module):
         return PackedWeight(self.packed, self.out_features, self.in_features, form)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the product in torch, with weights that are made anew."""
+        """Compute [..., K] → [..., N] in torch, with weights that are made anew."""
         bias = None if self.bias is None else self.bias.float()
         weight = self.packed_weight.dequantized()
         return functional.linear(x.float(), weight, bias).to(x.dtype)

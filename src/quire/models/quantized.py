@@ -30,7 +30,7 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
 def quantize_layers(model: PreTrainedModel, form: WeightForm, name: str) -> None:
-    """Exchange a model's linear layers for packed ones, in place, layer by layer.
+    """Replace a model's linear layers by packed ones, in place, layer by layer.
 
     Raises: ModelNotLoadable naming a layer whose weights are no finite numbers.
     """

@@ -99,7 +99,7 @@ class PackedProduct:
         self._plans: dict[int, Numbers] = {}
 
     def step_for(self, x: Tensor) -> int | None:
-        """The number of rows that our kernel multiplies; None if torch is to do it."""
+        """Count the rows [..., K] that our kernel multiplies; None if torch is to do it."""
         num_rows = prod(x.shape[:-1])
         if x.shape[-1] != self._num_inputs or not 0 < num_rows <= self.most_rows:
             return None

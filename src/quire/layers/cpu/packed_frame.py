@@ -46,11 +46,11 @@ class PackedShape:
         return {0: 4, 2: 3, 3: 2}[self.digits(isa)]
 
     def group_bytes(self, isa: Isa) -> int:
-        """Of a row's inputs, as they are multiplied."""
+        """Count the bytes of a row's inputs of a group, as they are multiplied."""
         return self.form.group_size * (self.digits(isa) or 4)
 
     def notes_bytes(self, isa: Isa) -> int:
-        """Of what is known of a row's group: where sums begin, a scale, and the inputs' sum."""
+        """Count those of what is noted of a row's group: where sums begin, a scale, their sum."""
         digits = self.digits(isa)
         return 4 * (digits + 2) if digits else 4
 

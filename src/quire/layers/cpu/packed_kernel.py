@@ -39,7 +39,7 @@ from quire.layers.cpu.packed_frame import (
 from quire.layers.cpu.packed_weight import BLOCK, PANEL, PANELS, STEP
 
 _TILE_BYTES = 2**14  # of records that stay in the nearest cache while rows pass by
-_AHEAD_BYTES = 2**12  # that memory is asked for a line, before it is read
+_AHEAD_BYTES = 2**13  # that memory is asked for a line, before it is read
 _DIGIT = 254.0  # of the next byte: what is left of one is at most a half
 _MOST = 127.0
 
@@ -167,14 +167,19 @@ def _name(rows: int, first: bool) -> str:
 
 
 def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool) -> None:
-    """(records, their number, x, its row bytes, notes, their row bytes, sums): some records.
+    """(records, their number, x, its row bytes, notes, their row bytes, sums, end, gap).
 
-    The ``first`` rows ask memory for what comes next.
+    The ``first`` rows ask memory for what comes next, which is ``gap`` farther on from ``end`` on.
     """
-    records, count, x, x_row, notes, notes_row, sums = code.params
+    records, count, x, x_row, notes, notes_row, sums, end, gap = code.params
     form, isa = shape.form, code.isa
     digits = shape.digits(isa)
     step_bytes = BLOCK * STEP * form.bits // 8
+
+    def ask(place: Int, nbytes: int) -> None:
+        if first:
+            ahead = place + _AHEAD_BYTES
+            code.prefetch(code.choose(ahead < end, ahead, ahead + gap), nbytes)
 
     def group(g: Int) -> None:
         record = records + g * form.record_bytes
@@ -192,12 +197,12 @@ def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool) -> 
 
         def step(k: Int, totals: list[Value]) -> list[Value]:
             codes = record + k * (step_bytes // STEP)
-            if first:
-                code.prefetch(codes + _AHEAD_BYTES, step_bytes)
+            ask(codes, step_bytes)
             return add(code, shape, codes, inputs, k, totals)
 
         totals = code.loop(form.group_size, begin, step, step=STEP)
         scales = record + form.codes_bytes
+        ask(scales, form.record_bytes - form.codes_bytes)
         for p in range(PANELS):
             scale = load_as(
                 code, scales + p * PANEL * KIND_BYTES[shape.scale_kind], shape.scale_kind
@@ -303,8 +308,8 @@ def _floats_of(code: Code, shape: PackedShape, codes: Int, panel: int) -> list[t
 
 
 def _write_multiply(code: Code, shape: PackedShape) -> None:
-    """(records, groups, x, notes, rows, sums): the sums of a block."""
-    records, num_groups, x, notes, num_rows, sums = code.params
+    """(records, groups, x, notes, rows, sums, end, gap): the sums of a block."""
+    records, num_groups, x, notes, num_rows, sums, end, gap = code.params
     x_row = num_groups * shape.group_bytes(code.isa)
     notes_row = num_groups * shape.notes_bytes(code.isa)
     at_once = shape.rows(code.isa)
@@ -321,7 +326,7 @@ def _write_multiply(code: Code, shape: PackedShape) -> None:
                 _name(rows, first), records + start * shape.form.record_bytes, count,
                 x + r * x_row + start * shape.group_bytes(code.isa), x_row,
                 notes + r * notes_row + start * shape.notes_bytes(code.isa), notes_row,
-                sums + r * SUMS_BYTES,
+                sums + r * SUMS_BYTES, end, gap,
             )  # fmt: skip
 
         def several(r: Int, rows: int) -> None:
@@ -395,8 +400,8 @@ def write_worker(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
     _write_pack(Code(module, "pack", 8, isa), shape)
     for rows in sorted({1, shape.rows(isa)}):
         for first in (True, False):
-            _write_some_rows(Code(module, _name(rows, first), 7, isa), shape, rows, first)
-    _write_multiply(Code(module, "multiply", 6, isa), shape)
+            _write_some_rows(Code(module, _name(rows, first), 9, isa), shape, rows, first)
+    _write_multiply(Code(module, "multiply", 8, isa), shape)
     _write_finish(Code(module, "finish", 9, isa), shape)
     _write_work(Code(module, "work", 1, isa), shape)
 
@@ -428,24 +433,34 @@ def _write_work(code: Code, shape: PackedShape) -> None:
 
     block_bytes = call["num_groups"] * shape.form.record_bytes
 
-    def multiply(matrix: dict[str, Int], block: Int, to: Int) -> None:
+    gated = shape.activation is not None
+
+    def place(matrix: dict[str, Int], block: Int) -> Int:
+        return matrix["data"] + block * block_bytes
+
+    def multiply(begin: Int, to: Int, end: Int, following: Int) -> None:
         code.run(
-            "multiply", matrix["data"] + block * block_bytes, call["num_groups"], inputs, notes,
-            call["num_rows"], to,
+            "multiply", begin, call["num_groups"], inputs, notes, call["num_rows"], to, end,
+            following - end,
         )  # fmt: skip
 
-    def item() -> None:
-        number = code.take(word("next_item"))
-        code.leave_when(number >= call["num_items"])
+    def item(number: Int, following: Int) -> None:
+        """All blocks of an item; ``following`` is the one that this thread does next."""
         own = words(call["items"], number, ITEM)
+        after = words(call["items"], following.at_most(call["num_items"] - 1), ITEM)
         matrix = matrix_of(own["matrix"])
-        gated = shape.activation is not None
+        beyond = place(matrix_of(after["matrix"]), after["start"])
         other = matrix_of(code.whole(1)) if gated else matrix
 
         def block(b: Int) -> None:
-            multiply(matrix, b, sums)
+            here, end = place(matrix, b), place(matrix, b + 1)
             if gated:
-                multiply(other, b, others)
+                there = place(other, b)
+                more = code.choose(b + 1 < own["stop"], end, beyond)
+                multiply(here, sums, end, there)
+                multiply(there, others, place(other, b + 1), more)
+            else:
+                multiply(here, sums, place(matrix, own["stop"]), beyond)
             first = b * BLOCK
             offset = first * shape.element_bytes
             code.run(
@@ -456,7 +471,13 @@ def _write_work(code: Code, shape: PackedShape) -> None:
 
         code.each(own["stop"], block, start=own["start"])
 
-    code.forever(item)
+    def take(_: Int, taken: list[Value]) -> list[Value]:
+        # An item is taken before the one before it is done: memory is asked for it in time.
+        number, following = Int(code.b, taken[0]), code.take(word("next_item"))
+        code.when(number < call["num_items"], lambda: item(number, following))
+        return [following.value]
+
+    code.loop(call["num_items"], [code.take(word("next_item")).value], take)
     code.end()
 
 

@@ -74,7 +74,7 @@ class PackedForm:
         return self.record_bytes * 8 / (BLOCK * self.group_size)
 
     def shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int, int]:
-        """Of the data of a weight: blocks, groups, bytes of a record."""
+        """Return that of a weight's data: blocks, groups, bytes of a record."""
         groups = ceil_div(num_inputs, self.group_size)
         return ceil_div(num_outputs, BLOCK), groups, self.record_bytes
 
