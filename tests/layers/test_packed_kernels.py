@@ -191,6 +191,34 @@ def test_what_is_no_number_comes_out_as_none_and_spoils_no_other_row(which: Whic
         assert torch.equal(out[[0, 1, 3, 4]], plain[[0, 1, 3, 4]])
 
 
+@pytest.mark.parametrize("which", [*SETS[:4], *SETS[6:]], ids=name_of)
+@settings(max_examples=12)
+@given(outputs=OUTPUTS, inputs=INPUTS, gap=st.integers(0, 2), seed=st.integers(0, 2**32))
+def test_weights_are_rounded_as_the_slow_twin_rounds_them(
+    which: Which, outputs: int, inputs: int, gap: int, seed: int
+) -> None:
+    isa, dtype, form = which
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(outputs, inputs + gap, generator=generator).to(dtype)
+    wide[0] = 0
+    weight = wide[:, :inputs]
+    rounds = linears(isa).quantizer(form)
+    assert rounds.fits(weight)
+    for got, want in zip(rounds(weight).unpacked(), quantize(weight, form).unpacked(), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_weights_that_are_no_numbers_are_noticed() -> None:
+    rounds = linears("native").quantizer(SETS[0][2])
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        weight = torch.randn(70, 40)
+        weight[69, 39] = bad
+        with pytest.raises(ValueError, match="no finite numbers"):
+            rounds(weight)
+    assert not rounds.fits(torch.randn(4, 4).double())
+    assert not rounds.fits(torch.randn(4, 4).T)
+
+
 def test_inputs_of_zeros_and_of_hardly_more() -> None:
     which = SETS[0]
     _, weights = some(17, which, 1, 64, 64)

@@ -343,6 +343,10 @@ class Code:
         """Find the largest lane, as a scalar."""
         return self._fold(a, lambda x, y: self.max(x, y))
 
+    def smallest(self, a: Value) -> Value:
+        """Find the smallest lane, as a scalar."""
+        return self._fold(a, lambda x, y: self.min(x, y))
+
     def sum(self, a: Value) -> Value:
         """Sum all lanes, as a scalar."""
         return self._fold(a, self.plus)

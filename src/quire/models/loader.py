@@ -152,6 +152,7 @@ def load(
     copy_weights: bool = True,
     show_progress: bool = False,
     num_ranks: int = 1,
+    kernel_dir: Path | None = None,
 ) -> LoadedModel:
     """Load a folder or a hub name; the demo model that Quire ships when there is none.
 
@@ -165,6 +166,7 @@ def load(
     ``show_progress`` lets Transformers draw its bars on standard error.
     ``num_ranks`` that torch.distributed knows of load a part each, as Transformers' plan says; the
     spec is that of the whole.
+    ``kernel_dir`` keeps the machine code that quantizes; None: ~/.cache/quire.
     Raises: ModelNotLoadable, UnsupportedModel, ConfigError.
     """
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -205,7 +207,7 @@ def load(
         model = move_to(model, place)
     elif place is not None:
         if form is not None:
-            quantize_layers(model, form, called(name))
+            quantize_layers(model, form, called(name), kernel_dir)
         if copy_weights:
             hold_in_memory(model)
     if folder is None:

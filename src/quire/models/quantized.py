@@ -7,6 +7,7 @@ as a matrix.
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.errors import MemoryUnavailable, ModelNotLoadable
+from quire.layers.cpu import CpuLinear
 from quire.layers.cpu.packed_weight import BLOCK, PackedForm, quantize
 from quire.layers.packed_linear import PackedLinear
 from quire.memory.host.huge_pages import drop_file_pages, huge_pieces
@@ -29,13 +31,17 @@ _READ_AS_MATRIX = frozenset({"kv_b_proj"})  # ``executors.latent`` takes it apar
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
-def quantize_layers(model: PreTrainedModel, form: WeightForm, name: str) -> None:
+def quantize_layers(
+    model: PreTrainedModel, form: WeightForm, name: str, kernel_dir: Path | None = None
+) -> None:
     """Replace a model's linear layers by packed ones, in place, layer by layer.
 
+    ``kernel_dir`` keeps machine code; None: ~/.cache/quire.
     Raises: ModelNotLoadable naming a layer whose weights are no finite numbers.
     """
     begun = perf_counter()
     packed_form = PackedForm(bits=form.bits, group_size=form.group_size, has_zeros=form.has_zeros)
+    by_kernel = CpuLinear(kernel_dir=kernel_dir).quantizer(packed_form)
     chosen = dict(quantizable(model))
     shapes = [packed_form.shape(m.out_features, m.in_features) for m in chosen.values()]
     places = _pieces([blocks * groups * size for blocks, groups, size in shapes])
@@ -43,7 +49,10 @@ def quantize_layers(model: PreTrainedModel, form: WeightForm, name: str) -> None
     for (where, layer), place in zip(chosen.items(), places, strict=True):
         weight = layer.weight.detach()
         try:
-            packed = quantize(weight, packed_form, place)
+            if by_kernel.fits(weight):
+                packed = by_kernel(weight, place)
+            else:
+                packed = quantize(weight, packed_form, place)
         except ValueError as error:
             raise ModelNotLoadable(f"{name}: {where} cannot be quantized: {error}") from None
         before, after = before + weight.nbytes, after + packed.data.nbytes

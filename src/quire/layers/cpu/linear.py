@@ -24,7 +24,8 @@ from quire.layers.cpu.linear_frame import BLOCK, FRAME, MATRIX, Numbers, Product
 from quire.layers.cpu.linear_kernel import write_worker
 from quire.layers.cpu.packed import PackedProduct
 from quire.layers.cpu.packed import unsupported as packed_unsupported
-from quire.layers.cpu.packed_weight import PackedWeight
+from quire.layers.cpu.packed_weight import PackedForm, PackedWeight
+from quire.layers.cpu.quantize import Quantizer
 from quire.units import align_up
 
 _WORTH_THREADS = 2**17  # bytes of weights
@@ -110,6 +111,10 @@ class CpuLinear:
             raise ValueError(f"gate is {list(gate.shape)}, up is {list(up.shape)}")
         return BoundGated(self._product((gate, up), biases, activation, dtype), activation)
 
+    def quantizer(self, form: PackedForm) -> Quantizer:
+        """Make what rounds weights [N, K] to packed ones."""
+        return Quantizer(form, self.kernels, self.threads)
+
     def _product(
         self,
         several: Sequence[Weight],
@@ -125,7 +130,16 @@ class CpuLinear:
         if dtype is None:
             raise ValueError("packed weights do not say the dtype of their inputs: give dtype")
         packed = [weight for weight in several if isinstance(weight, PackedWeight)]
-        return PackedProduct(self, packed, biases, activation, dtype)
+        return PackedProduct(
+            packed,
+            biases,
+            activation,
+            dtype,
+            kernels=self.kernels,
+            threads=self.threads,
+            scratch=self.scratch,
+            most_rows=self.most_rows,
+        )
 
 
 class BoundLinear:

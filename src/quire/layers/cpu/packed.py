@@ -7,22 +7,19 @@ become numbers, and torch multiplies with those: the whole of a weight is never 
 import struct
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.compile import KINDS, with_dense_rows
+from quire.kernels.compile import KINDS, Kernels, with_dense_rows
 from quire.kernels.language import Isa
+from quire.kernels.threads import Scratch, Threads
 from quire.layers.cpu.linear_frame import Numbers
 from quire.layers.cpu.packed_frame import FRAME, MATRIX, UNPACK_FRAME, PackedShape
 from quire.layers.cpu.packed_kernel import write_unpacker, write_worker
 from quire.layers.cpu.packed_weight import BLOCK, PackedWeight
 from quire.units import ceil_div
-
-if TYPE_CHECKING:
-    from quire.layers.cpu.linear import CpuLinear
 
 _WORTH_THREADS = 2**16  # bytes of weights
 _ITEM_BYTES = 2**17  # of weights, at most: threads end at about the same time
@@ -49,9 +46,14 @@ def unsupported(weights: Sequence[PackedWeight]) -> str | None:
     return None
 
 
-def most_rows(isa: Isa, dtype: torch.dtype) -> int:
-    """Return the most rows that are faster with codes than with numbers, by torch."""
-    return _MOST_ROWS
+def usual_rows(isa: Isa, dtype: torch.dtype) -> int:
+    """Return the most rows that are multiplied with codes, and not with numbers by torch.
+
+    Measured on two cores with AVX-512 VNNI and without bfloat16. Where a CPU multiplies bfloat16
+    itself torch is much faster than there, and fewer is a guess.
+    """
+    by_16 = dtype == torch.bfloat16 and (isa.bf16_convert or isa.amx)
+    return _MOST_ROWS // 4 if by_16 else _MOST_ROWS
 
 
 class PackedProduct:
@@ -59,19 +61,23 @@ class PackedProduct:
 
     def __init__(
         self,
-        linears: "CpuLinear",
         weights: Sequence[PackedWeight],
         biases: Sequence[Tensor | None] | None,
         activation: str | None,
         dtype: torch.dtype,
+        *,
+        kernels: Kernels,
+        threads: Threads,
+        scratch: Scratch,
+        most_rows: int | None,  # None: as measured
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"no kernel: it has none for {dtype}")
         self._weights = tuple(weights)
         self._biases = _checked(self._weights, biases, dtype)
-        self._threads, self._scratch = linears.threads, linears.scratch
-        self._kernels = linears.kernels  # whose code is good as long as it lives
-        self._isa = linears.kernels.isa
+        self._threads, self._scratch = threads, scratch
+        self._kernels = kernels  # whose code is good as long as it lives
+        self._isa = kernels.isa
         self._dtype, self._num_inputs = dtype, weights[0].num_inputs
         self._num_groups = weights[0].data.shape[1]
         self._widths = tuple(weight.num_outputs for weight in weights)
@@ -79,9 +85,8 @@ class PackedProduct:
         self._outs = 1 if activation else len(weights)
         form = weights[0].form
         self._shape = PackedShape(kind=KINDS[dtype], form=form, activation=activation)
-        chosen = linears.most_rows
-        self.most_rows = most_rows(self._isa, dtype) if chosen is None else chosen
-        self._work = linears.kernels.address(
+        self.most_rows = usual_rows(self._isa, dtype) if most_rows is None else most_rows
+        self._work = kernels.address(
             f"packed {self._shape}", lambda module: write_worker(module, self._shape, self._isa)
         )
         # In float32 unless the CPU multiplies 16 bits faster.
