@@ -22,8 +22,8 @@ from quire.kernels.threads import Scratch, Threads
 from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
 from quire.layers.cpu.linear_frame import BLOCK, FRAME, MATRIX, Numbers, ProductShape, items_of
 from quire.layers.cpu.linear_kernel import write_worker
-from quire.layers.cpu.packed import PackedProduct
-from quire.layers.cpu.packed import unsupported as packed_unsupported
+from quire.layers.cpu.packed_product import PackedProduct
+from quire.layers.cpu.packed_product import unsupported as packed_unsupported
 from quire.layers.cpu.packed_weight import PackedForm, PackedWeight
 from quire.layers.cpu.quantize import Quantizer
 from quire.units import align_up
