@@ -42,13 +42,15 @@ _USUAL: Final[Mapping[str, WeightForm]] = MappingProxyType(
     }
 )
 WEIGHT_FORMS: Final[Mapping[str, WeightForm]] = MappingProxyType(
-    _USUAL
-    | {
-        form.name: form
-        for bits in _BITS
-        for group in _GROUPS
-        for zeros in (False, True)
-        for form in [WeightForm(bits=bits, group_size=group, has_zeros=zeros)]
+    {
+        **_USUAL,
+        **{
+            form.name: form
+            for bits in _BITS
+            for group in _GROUPS
+            for zeros in (False, True)
+            for form in [WeightForm(bits=bits, group_size=group, has_zeros=zeros)]
+        },
     }
 )
 
