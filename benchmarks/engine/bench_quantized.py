@@ -4,7 +4,7 @@
 
 Kernels: every call reads other weights than the one before, as many as no cache holds, in huge
 pages as an engine has them; eight calls are played one after the other, as in a recorded pass of
-a decoding engine, without Python between them. Candidates take turns with a read of plain memory (STREAM).
+a decoding engine. Candidates take turns with a read of plain memory (STREAM).
 Bandwidth is that of the packed bytes, read once. Decoding: the 0.45 B model of random weights
 (``benchmarks.engine.model``) in each form, engines side by side in one process, which take turns;
 "bfloat16, again" is another run of the same engine and shows the noise.

@@ -33,6 +33,7 @@ from quire.memory.host.huge_pages import drop_file_pages, huge_pieces
 from quire.memory.machine.probe import available_bytes, mapped_from_files
 from quire.models.file_hashes import WeightFile
 from quire.models.quantized import quantize_layers
+from quire.models.stored_checkpoint import stored_config
 from quire.models.weight_placement import device_map, device_of, move_to, weights_bytes
 from quire.spec import ModelSpec
 from quire.spec.model_files import (
@@ -183,6 +184,7 @@ def load(
     form = None if quantization is None else weight_form(quantization)
     quantized = {} if form is None or place is None else _quantized(quantization, place)
     config, spec = read_config(source, folder)
+    _look_at_stored(config, source, quantization, place)
     if place is None:
         placed = _divided(num_ranks)
     else:
@@ -291,6 +293,21 @@ def _quantized(quantization: str | None, place: torch.device) -> dict[str, Any]:
             f"pip install 'quire[int8]'"
         ) from error
     return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+
+
+def _look_at_stored(
+    config: Any, source: str, quantization: str | None, place: torch.device | None
+) -> None:
+    """Have a checkpoint that is in few bits already repacked, on a CPU. Raises: ConfigError."""
+    if getattr(config, "quantization_config", None) is None:
+        return
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization}: the weights of {source} are quantized already, as its "
+            f"config.json says: leave the option out"
+        )
+    if place is not None and place.type == "cpu" and (stored := stored_config(config)) is not None:
+        config.quantization_config = stored
 
 
 def _divided(num_ranks: int) -> dict[str, Any]:
