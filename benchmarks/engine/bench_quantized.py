@@ -186,7 +186,9 @@ def main(
     """Weights in 8 and 4 bits, beside STREAM and beside 16 and 32 bits."""
     run = Run("engine.bench_quantized", width=150)
     torch.manual_seed(seed)
-    shown, claims, notes = [], [], []
+    shown: list[Table] = []
+    claims: list[dict[str, Any]] = []
+    notes: list[str] = []
     if part in ("all", "kernels"):
         with torch.inference_mode():
             table, claims = kernels(num_rounds, run.say)

@@ -325,7 +325,7 @@ class _Gated:
         weights, biases = [weight_of(gate), weight_of(up)], [gate.bias, up.bias]
         self._own = own
         self._dtype = dtype_of(gate)
-        self._gated = cpu.bind_gated(*weights, activation, biases, self._dtype)
+        self._gated = cpu.bind_gated(weights[0], weights[1], activation, biases, self._dtype)
         self._both = cpu.bind(weights, biases, self._dtype)
         shape = GateShape(width=gate.out_features, activation=activation, kind=KINDS[self._dtype])
         self._join = GateKernel(shape, cpu.kernels, cpu.threads)

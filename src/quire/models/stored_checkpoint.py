@@ -36,7 +36,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
 _WORD_BITS = 32
 
 
-class StoredConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class StoredConfig(QuantizationConfigMixin):
     """What a checkpoint's config.json says of its weights, under our name."""
 
     def __init__(self, published: Mapping[str, Any], quant_method: str = _NAME) -> None:
@@ -102,7 +102,7 @@ class StoredLinear(nn.Module):
         self.bias = layer.bias
 
 
-class StoredQuantizer(HfQuantizer):  # type: ignore[misc]
+class StoredQuantizer(HfQuantizer):
     """Takes checkpoints of ``STORED_NAMES``."""
 
     quantization_config: StoredConfig

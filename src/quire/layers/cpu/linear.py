@@ -169,7 +169,8 @@ class BoundGated:
         step = product.step_for(x)
         if step is None:
             gate, up = product.by_torch(x)
-            return self._activation(gate) * up
+            joined: Tensor = self._activation(gate) * up
+            return joined
         out: Tensor
         (out,) = product.run(x, step)
         return out

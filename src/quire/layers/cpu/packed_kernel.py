@@ -382,10 +382,9 @@ def _write_finish(code: Code, shape: PackedShape) -> None:
         code.either(whole, lambda: store_as(code, value, target, shape.kind), some)
 
     def row(r: Int) -> None:
-        for p in range(PANELS):
-            if p:
-                code.when(outputs >= p * PANEL + 1, lambda p=p: panel(r, p))
-            else:
+        panel(r, 0)
+        for p in range(1, PANELS):
+            with code.b.if_then(outputs >= p * PANEL + 1):
                 panel(r, p)
 
     code.each(num_rows, row)

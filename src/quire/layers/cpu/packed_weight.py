@@ -103,7 +103,7 @@ class PackedWeight:
         """Return codes i8[N, K], scales [N, groups] and zeros i8[N, groups]."""
         form, (blocks, groups, _) = self.form, self.data.shape
         sizes = [form.codes_bytes, form.scales_bytes, BLOCK * form.has_zeros]
-        codes, scales, zeros = self.data.split(sizes, dim=2)
+        codes, scales, zeros = torch.split(self.data, sizes, dim=2)
         words = codes.reshape(blocks, groups, -1, PANELS, PANEL, 4)
         if form.bits == 4:
             words = torch.cat([words & 15, words >> 4], -1).to(torch.int8) + form.least
