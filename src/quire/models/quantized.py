@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 _TOWERS = frozenset({"visual", "multi_modal_projector", "mm_projector"})
 _OTHER_SENSES = ("vision_", "audio_")
-_READ_AS_MATRIX = frozenset({"kv_b_proj"})  # ``executors.latent`` takes it apart
+# ``executors.latent`` takes the first apart; T5 asks the second for its dtype.
+_READ_AS_MATRIX = frozenset({"kv_b_proj", "wo"})
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
