@@ -57,6 +57,17 @@ def test_linear_layers_are_packed_and_nothing_else() -> None:
     assert torch.equal(table.weight, plain.model.get_input_embeddings().weight)
 
 
+def test_layers_whose_weights_a_class_reads_itself_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.models.quantized.BLOCK", 8)  # tiny layers, too
+    model = tiny_model("mamba")
+    before = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    names = {name for name, _ in quantizable(model)}
+    assert names
+    assert {name.rpartition(".")[2] for name in before - names} >= {"dt_proj"}
+
+
 def test_what_attention_to_latents_takes_apart_is_left() -> None:
     names = [n for n, _ in quantizable(tiny_model("deepseek_v3"))]
     assert names

@@ -7,6 +7,7 @@ Codes and zeros count from the middle here, and from the lowest code there.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,13 +19,13 @@ _WORD_BITS = 32
 # Which of eight outputs a word's i-th four bits are of. Source: AutoAWQ, gemm.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
-STORED_NAMES: Mapping[str, tuple[str, ...]] = {
+STORED_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
     "compressed-tensors": (
         "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
     ),
-}  # fmt: skip
+})  # fmt: skip
 
 
 def read_stored(

@@ -5,8 +5,11 @@ layers, experts that are one tensor, parts for images and sound, and what attent
 as a matrix.
 """
 
+import inspect
 import logging
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 
@@ -27,8 +30,8 @@ log = logging.getLogger(__name__)
 
 _TOWERS = frozenset({"visual", "multi_modal_projector", "mm_projector"})
 _OTHER_SENSES = ("vision_", "audio_")
-# ``executors.latent`` takes the first apart; T5 asks the second for its dtype.
-_READ_AS_MATRIX = frozenset({"kv_b_proj", "wo"})
+_READ_AS_MATRIX = frozenset({"kv_b_proj"})  # ``executors.latent`` takes it apart
+_READS_WEIGHT = re.compile(r"\.(\w+)\.weight\b")  # of a layer by its name, in a class's code
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
@@ -71,16 +74,28 @@ def quantize_layers(
 def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """List the linear layers that are quantized, by their names."""
     head = model.get_output_embeddings()
+    left = _READ_AS_MATRIX | _ROUTERS | _read_by_code(model)
     for name, module in model.named_modules():
         if type(module) is not nn.Linear or module is head:
             continue
         parts = name.split(".")
         if _TOWERS & {*parts} or any(part.startswith(_OTHER_SENSES) for part in parts):
             continue
-        if parts[-1] in _READ_AS_MATRIX | _ROUTERS or module.out_features < BLOCK:
+        if parts[-1] in left or module.out_features < BLOCK:
             continue
         if module.weight.device.type == "cpu":
             yield name, module
+
+
+def _read_by_code(model: PreTrainedModel) -> frozenset[str]:
+    """Names of layers whose weights a class reads itself, as Mamba's and T5's do."""
+    found: set[str] = set()
+    for kind in {type(module) for module in model.modules()}:
+        if kind.__module__.partition(".")[0] == "torch":
+            continue
+        with suppress(OSError, TypeError):  # it was not read from a file
+            found.update(_READS_WEIGHT.findall(inspect.getsource(kind)))
+    return frozenset(found)
 
 
 def put(model: nn.Module, where: str, layer: nn.Module) -> None:

@@ -8,6 +8,7 @@ theirs afterwards. What it does not know is left to Transformers' own.
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,13 +27,15 @@ from quire.layers.stored_weights import STORED_NAMES, read_stored
 from quire.models.quantized import put
 
 _NAME = "quire"
-_DTYPES: Mapping[str, torch.dtype] = {
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-}
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "I32": torch.int32,
+        "I64": torch.int64,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F32": torch.float32,
+    }
+)
 _WORD_BITS = 32
 
 
