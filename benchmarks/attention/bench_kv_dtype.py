@@ -30,6 +30,7 @@ from quire.kv import CacheConfig, Fits, build_accounting, build_storage
 from quire.memory import HostMemory
 from quire.models.executors.hooks import make_step
 from quire.models.executors.packed import PackedModel
+from quire.models.fused_modules import FusedModules
 from quire.models.loader import LoadedModel, load
 
 # As in tools/demo_model_data.py: what the model has not seen, and how it is scored.
@@ -53,7 +54,9 @@ class Scored:
 class Kept:
     """The model over a paged cache in one dtype."""
 
-    def __init__(self, loaded: LoadedModel, kv_cache_dtype: str) -> None:
+    def __init__(
+        self, loaded: LoadedModel, kv_cache_dtype: str, stand_ins: FusedModules | None = None
+    ) -> None:
         name = KV_CACHE_DTYPES[kv_cache_dtype]
         spec = loaded.spec if name is None else loaded.spec.with_kv_dtype(name)
         memory = HostMemory()
@@ -64,7 +67,7 @@ class Kept:
             capacity_bytes=capacity_bytes,
             page_bytes=memory.page_bytes,
         )
-        self._model = PackedModel(loaded.model)
+        self._model = PackedModel(loaded.model, stand_ins)
         self._accounting = build_accounting("paged", spec, config)
         self._storage = build_storage("paged", self._accounting, memory)
         self.scored = Scored(spec.bytes_per_token)
@@ -108,8 +111,8 @@ def windows(num_tokens: int, limit: int) -> list[tuple[int, int, int]]:
     return [every[round(i * (len(every) - 1) / max(1, limit - 1))] for i in range(limit)]
 
 
-def table(scored: dict[str, Scored]) -> Table:
-    usual = scored["auto"]
+def table(scored: dict[str, Scored], usual_name: str = "auto") -> Table:
+    usual = scored[usual_name]
     rows = []
     for name, own in scored.items():
         per_window = [

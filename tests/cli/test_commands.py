@@ -244,12 +244,12 @@ def test_bad_input_is_one_clear_line(
     assert said in " ".join(captured.err.split())
 
 
-def test_quantization_is_asked_of_the_loader(
+def test_quantization_is_made_at_load(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.quantization", None)  # as if it were not installed
-    assert quire(monkeypatch, "generate", "--quantization", "int8") == 1
-    assert "quantization=int8 needs torchao" in " ".join(capsys.readouterr().err.split())
+    arguments = ("--quantization", "int4", "--max-tokens", "2", "--json", "import os\n")
+    assert quire(monkeypatch, "generate", *arguments) == 0
+    assert json.loads(capsys.readouterr().out)
 
 
 def test_doctor_prints_the_machine_the_ledger_and_the_other_rules(

@@ -182,11 +182,19 @@ def test_transformers_own_note_of_the_option_is_not_named_twice() -> None:
     assert made(noted) != made()  # a checkpoint's own
 
 
+def test_a_form_of_weights_is_named_in_full() -> None:
+    """Whatever ``int8`` and ``int4`` come to stand for, records are of what they were made with."""
+    assert made(quantization="int8") == made(quantization="int8-g128")
+    forms = (None, "int8", "int8-g32", "int8-g128-asym", "int4", "int4-g128")
+    assert len({made(quantization=form).namespace for form in forms}) == len(forms)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"dtype": "float32", "kv_cache_dtype": "int8_per_token_head", "cache": "virtual"},
+        {"quantization": "int4"},
     ],
     ids=str,
 )

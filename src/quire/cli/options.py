@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 from rich.table import Table
 
 from quire.cli.help_text import HelpfulCommand
-from quire.config import ADVANCED, EngineConfig
+from quire.config import ADVANCED, EngineConfig, kernel_dir
 from quire.config.keys import key_for
 from quire.engine.kv_sizing import longest_tokens
 from quire.errors import ConfigError
@@ -188,6 +188,7 @@ def load_model(model: str | None, config: EngineConfig, console: Console) -> Any
         device=config.device,
         dtype=config.dtype,
         quantization=config.quantization,
+        kernel_dir=kernel_dir(),
         show_progress=model is not None,
     )
 

@@ -127,7 +127,14 @@ def plan(  # noqa: PLR0913 - flags
     table = TierTable.of(tier_speed or (), tier_size or ())
     table.require_used(config.tiers)
     place = place_of(memory, device, num_ranks=tp)
-    subject = find_subject(model, dtype=config.dtype, weights=weights)
+    if config.quantization is not None and place.here != "cpu" and memory is None:
+        raise ConfigError(
+            f"quantization={config.quantization} is planned for a CPU: --device cpu, or --memory; "
+            f"for a GPU say what its checkpoint has, --weights"
+        )
+    subject = find_subject(
+        model, dtype=config.dtype, weights=weights, quantization=config.quantization
+    )
     request = _request(subject, config, input_len, output_len)
     if validate:
         if place.here != "cpu" or tp > 1:
@@ -269,12 +276,11 @@ def _request(
 
 def _refuse_unplanned(config: EngineConfig) -> None:
     """Refuse options whose memory only a loaded model tells. Raises: ConfigError."""
-    for name in ("speculative_config", "quantization"):
-        if getattr(config, name) is not None:
-            raise ConfigError(
-                f"{name} is not planned, because only loaded models tell its memory: leave it out "
-                "here; quire doctor and the engine's own ledger include it"
-            )
+    if config.speculative_config is not None:
+        raise ConfigError(
+            "speculative_config is not planned, because only loaded models tell its memory: leave "
+            "it out here; quire doctor and the engine's own ledger include it"
+        )
     if config.memory_provider != "auto":
         raise ConfigError(
             f"memory_provider={config.memory_provider} is not planned: only the engine makes it "

@@ -16,6 +16,7 @@ from quire.errors import ConfigError
 from quire.kv import DEFAULT_POLICY, EVICTION_POLICIES, STRATEGIES
 from quire.memory import PROVIDERS
 from quire.memory.budget import BUDGETS
+from quire.spec.weight_forms import weight_form
 from quire.tiers import TIERS, TierAddress
 from quire.units import parse_bytes
 
@@ -137,7 +138,9 @@ class EngineConfig:
     )
     quantization: str | None = option(
         None,
-        "Quantization of the weights of linear layers: int8 (needs quire[int8]). Default: none.",
+        "Keep the weights of linear layers in 8 or 4 bits: int8, int4; on a CPU also with a "
+        "group's size and with zeros, as int4-g128 or int8-g32-asym (on a GPU int8 alone, which "
+        "needs quire[int8]). Default: none.",
         short=("-q",),
     )
     kv_cache_dtype: str = option(
@@ -398,7 +401,7 @@ class EngineConfig:
             raise ConfigError(f"device {self.device!r} is unknown; known: auto, cpu, cuda, cuda:1")
         one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if self.quantization is not None:
-            one_of("quantization", self.quantization, ("int8",))
+            weight_form(self.quantization)
         one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
 
     def _check_tiers(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, kernel_dir
 from quire.devices import on_default_stream, refuse_other_device, warn_if_none
 from quire.engine.assembly import assemble
 from quire.engine.cache_lock import CacheLock
@@ -233,6 +233,7 @@ def loaded_model(
             dtype=config.dtype,
             quantization=config.quantization,
             show_progress=show_progress,
+            kernel_dir=kernel_dir(),
         )
         return replace(own, is_private=True)
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)

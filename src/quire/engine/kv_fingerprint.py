@@ -17,6 +17,7 @@ from quire.models.loader import LoadedModel, looked_at, read_config
 from quire.models.model_content import ModelContent, content_of_files, model_content
 from quire.spec import Group, KeptWhole, ModelSpec
 from quire.spec.model_files import find_folder
+from quire.spec.weight_forms import weight_form
 from quire.tiers.fingerprint import Fingerprint
 from quire.tiers.record import VERSION
 
@@ -138,7 +139,7 @@ def planned_fingerprint(name: str | Path | None, config: EngineConfig) -> Finger
         hf_config,
         dtype,
         KeptHashes(kernel_dir()),
-        quantizes=config.quantization is not None,
+        quantizes=config.quantization is not None and choose_device(config.device).type != "cpu",
     )
     spec = spec.computed_in(dtype)
     return fingerprint_of(content, config, planned_layout(config, source, spec))
@@ -181,13 +182,14 @@ def fingerprint_of(
 ) -> Fingerprint:
     """Return the fingerprint of what a model's content and options store. Raises: CannotName."""
     of_config = dict(content.config)
-    if config.quantization is not None:
+    form = None if config.quantization is None else weight_form(config.quantization)
+    if form is not None:
         of_config.pop("quantization_config", None)  # Transformers', of the option
     named: dict[str, Any] = {
         "weights": content.weights,
         "config": of_config,
         "dtype": content.dtype,
-        "quantization": config.quantization,
+        "quantization": None if form is None else form.name,  # what is usual may change
         "kv_cache_dtype": KV_CACHE_DTYPES[config.kv_cache_dtype] or content.dtype,
         "block_size": layout.block_size,
         "order": layout.order,

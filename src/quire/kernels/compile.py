@@ -48,6 +48,7 @@ def isa(cpu: str, features: str) -> Isa:
         bf16_convert=wide and "+avx512bf16" in has,
         # Intel's has it, at half the speed of float32.
         bf16_dot=wide and "+avx512bf16" in has and zen,
+        byte_dot=wide and "+avx512vnni" in has,
         amx=wide and {"+amx-tile", "+amx-bf16"} <= has,
     )
 

@@ -27,6 +27,7 @@ class Isa:
     prefetch: bool  # waits for memory less if it is asked early
     bf16_convert: bool  # rounds float32 to bfloat16
     bf16_dot: bool  # multiplies pairs of bfloat16 in less time than it takes to make them float32
+    byte_dot: bool  # multiplies bytes and adds up four products in a lane
     amx: bool  # multiplies tiles of 16 x 32 bfloat16
 
     def without_amx(self) -> "Isa":
@@ -342,6 +343,10 @@ class Code:
         """Find the largest lane, as a scalar."""
         return self._fold(a, lambda x, y: self.max(x, y))
 
+    def smallest(self, a: Value) -> Value:
+        """Find the smallest lane, as a scalar."""
+        return self._fold(a, lambda x, y: self.min(x, y))
+
     def sum(self, a: Value) -> Value:
         """Sum all lanes, as a scalar."""
         return self._fold(a, self.plus)
@@ -385,6 +390,17 @@ class Code:
         """
         a, b = self.b.bitcast(a, BFLOATS), self.b.bitcast(b, BFLOATS)
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, a, b)
+
+    def dot_bytes(self, total: Value, a: Value, b: Value) -> Value:
+        """Compute total + a * b over four bytes a lane, as 32-bit numbers.
+
+        a's bytes have no sign and b's have one. Only for a CPU with ``byte_dot``.
+        """
+        return self.call("llvm.x86.avx512.vpdpbusd.512", INTS, total, a, b)
+
+    def look_up(self, table: Value, numbers: Value) -> Value:
+        """Take ``table[numbers % 16]`` of sixteen floats. Only with 32 registers of AVX-512."""
+        return self.call("llvm.x86.avx512.permvar.sf.512", FLOATS, table, numbers)
 
     def transpose(self, rows: list[Value]) -> list[Value]:
         """Transpose sixteen vectors of sixteen: lane j of the i-th becomes lane i of the j-th."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import repeat
 from operator import contains, is_
 from types import CellType, FunctionType, MethodType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from quire.kernels.compile import KINDS
 from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
-from quire.layers.cpu.linear import BoundLinear, CpuLinear
+from quire.layers.cpu.linear import BoundLinear, CpuLinear, Weight
 from quire.layers.cpu.row_kernels import (
     ROW_KINDS,
     GateKernel,
@@ -31,6 +31,7 @@ from quire.layers.cpu.row_kernels import (
     Rotary,
     RotaryShape,
 )
+from quire.layers.packed_linear import PackedLinear
 from quire.layers.watch import FileReads, WeightsWatch
 
 # -- what a fused module is ------------------------------------------------------------------------
@@ -146,6 +147,36 @@ def settings(module: nn.Module) -> frozenset[tuple[str, object]]:
 
 
 _SIBLINGS = ("q_proj", "k_proj", "v_proj")
+Linear: TypeAlias = nn.Linear | PackedLinear
+
+
+def is_linear(module: object) -> TypeGuard[Linear]:
+    """Tell whether a module is a linear layer, of numbers or of codes."""
+    return isinstance(module, nn.Linear | PackedLinear)
+
+
+def weight_of(layer: Linear) -> Weight:
+    """Return a layer's weight, where it lies now."""
+    return layer.packed_weight if isinstance(layer, PackedLinear) else layer.weight
+
+
+def dtype_of(layer: Linear) -> torch.dtype:
+    """Return the dtype of a layer's inputs and outputs."""
+    return layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
+
+
+def kind_of(layer: Linear) -> tuple[object, ...]:
+    """Return all that the code of a layer's product depends on."""
+    form = layer.packed_weight.form if isinstance(layer, PackedLinear) else None
+    sizes = layer.out_features, layer.in_features
+    return *sizes, dtype_of(layer), form, layer.bias is None
+
+
+def inputs_like(layer: Linear, num_rows: int) -> Tensor:
+    """Make random inputs [1, rows, K] for a layer."""
+    device = layer.packed.device if isinstance(layer, PackedLinear) else layer.weight.device
+    like = torch.empty(0, dtype=dtype_of(layer), device=device)
+    return random_like(like, 1, num_rows, layer.in_features)
 
 
 class Linears:
@@ -158,7 +189,7 @@ class Linears:
 
     def find(self, module: nn.Module) -> FusedModule | str | None:
         """Find a stand-in; or say why there is none; None for what is no linear layer."""
-        if not isinstance(module, nn.Linear):
+        if not is_linear(module):
             return None
         if reason := self.unsupported(module):
             return reason
@@ -172,10 +203,10 @@ class Linears:
     def find_siblings(self, module: nn.Module) -> list[FusedModule]:
         """Find stand-ins for the layers that make queries, keys and values in one product."""
         layers = [getattr(module, name, None) for name in _SIBLINGS]
-        plain = [x for x in layers if isinstance(x, nn.Linear) and not self.unsupported(x)]
-        if len(plain) < len(layers) or len({x.in_features for x in plain}) > 1:
+        plain = [x for x in layers if is_linear(x) and not self.unsupported(x)]
+        if len(plain) < len(layers) or len({(x.in_features, dtype_of(x)) for x in plain}) > 1:
             return []
-        if len({x.weight.dtype for x in plain}) > 1:
+        if self._cpu.unsupported([weight_of(x) for x in plain]):
             return []
         together = _Together(self._bind(plain), [self._bind([x]) for x in plain])
         forwards = map(together.forward_of, range(len(plain)))
@@ -185,27 +216,28 @@ class Linears:
         ]
         return [part for part in found if isinstance(part, FusedModule)]
 
-    def unsupported(self, layer: nn.Linear) -> str | None:
+    def unsupported(self, layer: Linear) -> str | None:
         """Say why a linear layer keeps its own product; None if it need not."""
-        if type(layer) is not nn.Linear:
+        if type(layer) not in (nn.Linear, PackedLinear):
             return "it is a linear layer of another kind"
-        given = [p for p in (layer.weight, layer.bias) if p is not None]
+        given = [p for p in layer._parameters.values() if p is not None]
         if any(type(p) is not nn.Parameter for p in given) or not is_plain(layer):
             return "its weights or its call are not torch's own"
-        if reason := self._cpu.unsupported([layer.weight]):
+        if reason := self._cpu.unsupported([weight_of(layer)]):
             return reason
-        key = layer.weight.shape, layer.weight.dtype, layer.bias is None
+        key = kind_of(layer)
         if key not in self._tried:
             self._tried[key] = self._try(layer)
         return None if self._tried[key] else "it computes something else"
 
-    def _bind(self, layers: Sequence[nn.Linear]) -> BoundLinear:
-        return self._cpu.bind([x.weight for x in layers], [x.bias for x in layers])
+    def _bind(self, layers: Sequence[Linear]) -> BoundLinear:
+        weights, biases = [weight_of(x) for x in layers], [x.bias for x in layers]
+        return self._cpu.bind(weights, biases, dtype_of(layers[0]))
 
-    def _try(self, layer: nn.Linear) -> bool:
+    def _try(self, layer: Linear) -> bool:
         bound = self._bind([layer])
         with torch.inference_mode():
-            inputs = [random_like(layer.weight, 1, n, layer.in_features) for n in (1, 3)]
+            inputs = [inputs_like(layer, n) for n in (1, 3)]
             return all(agrees(bound(x)[0], layer(x), of_sums=True) for x in inputs)
 
 
@@ -260,7 +292,7 @@ class GatedLayers:
         children = [module._modules.get(name) for name in _NAMES]
         if None in children:
             return None
-        layers = [child for child in children if isinstance(child, nn.Linear)]
+        layers = [child for child in children if is_linear(child)]
         if len(layers) < len(_NAMES):
             return "it has other parts than linear layers and an activation"
         for layer in layers:
@@ -271,10 +303,10 @@ class GatedLayers:
         if name is None or module._parameters or module._buffers:
             return "it has other parts than linear layers and an activation with a kernel"
         gate, up, _ = layers
-        if gate.weight.shape != up.weight.shape or gate.weight.dtype != up.weight.dtype:
+        if kind_of(gate)[:-1] != kind_of(up)[:-1]:
             return "its gate and what it gates differ in shape"
         gated = _Gated(self._cpu, name, layers, module.forward)
-        sizes = [(*x.weight.shape, x.weight.dtype, x.bias is None) for x in layers]
+        sizes = map(kind_of, layers)
         key = type(module), settings(module), name, *sizes
         if key not in self._tried:
             self._tried[key] = _try(module, gate, gated)
@@ -288,17 +320,17 @@ class _Gated:
     """The whole layer: all of it by kernels for few rows, all but the products for many."""
 
     def __init__(
-        self, cpu: CpuLinear, activation: str, layers: Sequence[nn.Linear], own: Callable[..., Any]
+        self, cpu: CpuLinear, activation: str, layers: Sequence[Linear], own: Callable[..., Any]
     ) -> None:
         gate, up, down = layers
-        biases = [gate.bias, up.bias]
+        weights, biases = [weight_of(gate), weight_of(up)], [gate.bias, up.bias]
         self._own = own
-        self._dtype = gate.weight.dtype
-        self._gated = cpu.bind_gated(gate.weight, up.weight, activation, biases)
-        self._both = cpu.bind([gate.weight, up.weight], biases)
+        self._dtype = dtype_of(gate)
+        self._gated = cpu.bind_gated(weights[0], weights[1], activation, biases, self._dtype)
+        self._both = cpu.bind(weights, biases, self._dtype)
         shape = GateShape(width=gate.out_features, activation=activation, kind=KINDS[self._dtype])
         self._join = GateKernel(shape, cpu.kernels, cpu.threads)
-        self._down = cpu.bind([down.weight], [down.bias])
+        self._down = cpu.bind([weight_of(down)], [down.bias], self._dtype)
         self.most_rows = self._gated.most_rows  # that are few
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -309,10 +341,10 @@ class _Gated:
         return self._down(self._join(*self._both(x)))[0]
 
 
-def _try(module: nn.Module, gate: nn.Linear, gated: _Gated) -> bool:
+def _try(module: nn.Module, gate: Linear, gated: _Gated) -> bool:
     with torch.inference_mode():
         for num_rows in (1, 3, gated.most_rows + 1):
-            x = random_like(gate.weight, 1, num_rows, gate.in_features)
+            x = inputs_like(gate, num_rows)
             x *= _REACH / gate(x).float().std()
             if not agrees(gated(x), answer(module, x), of_sums=True):
                 return False

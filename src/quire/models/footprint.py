@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
+from quire.layers.packed_linear import PackedLinear
 from quire.memory.budget import Footprint
 from quire.memory.machine.probe import mapped_from_files
 from quire.models.loader import auto_class, read_config
@@ -30,11 +31,14 @@ def footprint(model: PreTrainedModel) -> Footprint:
         for name in ("hidden_size", "vocab_size", "num_experts_per_tok")
     )
     weights = [p for p in parameters if p.ndim >= 2 and vocab not in p.shape[-2:]]
+    packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    widest = [max(m.in_features, m.out_features) for m in packed]
+    widest += [_widest(p) * (experts if p.ndim > 2 else 1) for p in weights]
     return Footprint(
         weights_bytes=weights_bytes,
         counted_bytes=counted_bytes,
         hidden_size=hidden,
-        widest_rows=max((_widest(p) * (experts if p.ndim > 2 else 1) for p in weights), default=0),
+        widest_rows=max(widest, default=0),
         vocab_size=vocab,
         item_bytes=model.dtype.itemsize,
     )

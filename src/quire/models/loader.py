@@ -32,6 +32,8 @@ from quire.errors import ConfigError, MemoryUnavailable, ModelNotLoadable, Quire
 from quire.memory.host.huge_pages import drop_file_pages, huge_pieces
 from quire.memory.machine.probe import available_bytes, mapped_from_files
 from quire.models.file_hashes import WeightFile
+from quire.models.quantized import quantize_layers
+from quire.models.stored_checkpoint import stored_config
 from quire.models.weight_placement import device_map, device_of, move_to, weights_bytes
 from quire.spec import ModelSpec
 from quire.spec.model_files import (
@@ -42,6 +44,7 @@ from quire.spec.model_files import (
     hub_spec,
     weight_files,
 )
+from quire.spec.weight_forms import weight_form
 from quire.units import format_bytes
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -107,7 +110,7 @@ def _mapped(model: PreTrainedModel) -> dict[int, Tensor]:
 # -- loader ----------------------------------------------------------------------------------------
 
 
-QUANTIZATIONS = ("int8",)
+ON_GPU = "int8"  # by torchao
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,18 +153,21 @@ def load(
     copy_weights: bool = True,
     show_progress: bool = False,
     num_ranks: int = 1,
+    kernel_dir: Path | None = None,
 ) -> LoadedModel:
     """Load a folder or a hub name; the demo model that Quire ships when there is none.
 
     ``device`` is as the engine's option: ``auto``, ``cpu``, ``cuda``, ``cuda:1``. What a GPU has no
     room for stays in host memory (``placed``).
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
-    ``quantization`` "int8" keeps the weights of linear layers in eight bits (torchao).
+    ``quantization`` keeps the weights of linear layers in 8 or 4 bits: a name of ``WEIGHT_FORMS``
+    on a CPU, "int8" on a GPU (torchao).
     ``copy_weights`` into huge pages, where there are some; otherwise they stay mapped from their
     files.
     ``show_progress`` lets Transformers draw its bars on standard error.
     ``num_ranks`` that torch.distributed knows of load a part each, as Transformers' plan says; the
     spec is that of the whole.
+    ``kernel_dir`` keeps the machine code that quantizes; None: ~/.cache/quire.
     Raises: ModelNotLoadable, UnsupportedModel, ConfigError.
     """
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -175,8 +181,10 @@ def load(
     place = choose_device(device) if num_ranks == 1 else None  # ranks have one each
     set_bars = hf_logging.enable_progress_bar if show_progress else hf_logging.disable_progress_bar
     set_bars()
-    quantized = _quantized(quantization)
+    form = None if quantization is None else weight_form(quantization)
+    quantized = {} if form is None or place is None else _quantized(quantization, place)
     config, spec = read_config(source, folder)
+    _look_at_stored(config, source, quantization, place)
     if place is None:
         placed = _divided(num_ranks)
     else:
@@ -199,8 +207,11 @@ def load(
     _refuse_random_weights(source, found)
     if place is not None and place.type != "cpu":
         model = move_to(model, place)
-    elif place is not None and copy_weights:
-        hold_in_memory(model)
+    elif place is not None:
+        if form is not None:
+            quantize_layers(model, form, called(name), kernel_dir)
+        if copy_weights:
+            hold_in_memory(model)
     if folder is None:
         files = looked_at(source, folder, getattr(model.config, "_commit_hash", None))
     return LoadedModel(
@@ -269,21 +280,38 @@ def auto_class(config: Any) -> Any:
     return AutoModelForSpeechSeq2Seq if hears else AutoModelForSeq2SeqLM
 
 
-def _quantized(quantization: str | None) -> dict[str, Any]:
-    """What Transformers is told of it. Raises: ConfigError."""
-    if quantization is None:
+def _quantized(quantization: str | None, place: torch.device) -> dict[str, Any]:
+    """What Transformers is told of it: nothing on a CPU. Raises: ConfigError."""
+    if place.type == "cpu":
         return {}
-    if quantization not in QUANTIZATIONS:
+    if quantization != ON_GPU:
         raise ConfigError(
-            f"quantization {quantization!r} is unknown; known: {', '.join(QUANTIZATIONS)}"
+            f"quantization={quantization} is for a CPU, and the model is to run on {place}: choose "
+            f"quantization={ON_GPU}, or device=cpu"
         )
     try:
         from torchao.quantization import Int8WeightOnlyConfig
     except ImportError as error:
         raise ConfigError(
-            f"quantization={quantization} needs torchao ({error}): pip install 'quire[int8]'"
+            f"quantization={quantization} on {place} needs torchao ({error}): "
+            f"pip install 'quire[int8]'"
         ) from error
     return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+
+
+def _look_at_stored(
+    config: Any, source: str, quantization: str | None, place: torch.device | None
+) -> None:
+    """Have a checkpoint that is in few bits already repacked, on a CPU. Raises: ConfigError."""
+    if getattr(config, "quantization_config", None) is None:
+        return
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization}: the weights of {source} are quantized already, as its "
+            f"config.json says: leave the option out"
+        )
+    if place is not None and place.type == "cpu" and (stored := stored_config(config)) is not None:
+        config.quantization_config = stored
 
 
 def _divided(num_ranks: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from quire.errors import ConfigError
 from quire.planner.parameters import WeightParts
 from quire.spec.config_json import text_section
 from quire.spec.layer_specs import DTYPE_BYTES
+from quire.spec.weight_forms import WeightForm, weight_form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class Precision:
     computes_in_bits: int = 16  # 16 if codes are decoded before they are multiplied
     codes_attention: bool = True
     codes_dense: bool = True
+    codes_experts: bool = True
 
     @property
     def is_coded(self) -> bool:
@@ -44,7 +46,7 @@ class Precision:
             if self.codes_attention
             else parts.attention * item_bytes,
             dense=coded(parts.dense) if self.codes_dense else parts.dense * item_bytes,
-            experts=coded(parts.experts),
+            experts=coded(parts.experts) if self.codes_experts else parts.experts * item_bytes,
             small=parts.small * item_bytes,
             towers=parts.towers * item_bytes,
         )
@@ -55,14 +57,21 @@ def uncoded(dtype: str, item_bytes: int) -> Precision:
     return Precision(name=dtype, bits=8 * item_bytes)
 
 
-# What --weights can ask for beside ``published``: as checkpoints of these kinds usually are.
+def of_form(form: WeightForm) -> Precision:
+    """Return the precision of weights that are quantized at load (``quire.models.quantized``)."""
+    return Precision(name=form.name, bits=form.bits_a_weight, codes_experts=False)
+
+
+# What --weights can ask for beside ``published``: as checkpoints of these kinds usually are, and
+# whole numbers as ``--quantization`` makes them.
 NAMED: Final[Mapping[str, Precision]] = MappingProxyType(
     {
         "bfloat16": Precision(name="bfloat16", bits=16),
         "fp8": Precision(name="FP8", bits=8, computes_in_bits=8),
         "nvfp4": Precision(name="NVFP4", bits=4.5, computes_in_bits=4),  # a scale of 8 bits for 16
         "mxfp4": Precision(name="MXFP4", bits=4.25),  # a scale of 8 bits for 32
-        "int4": Precision(name="4-bit integers", bits=4 + 20 / 128),  # as GPTQ's and AWQ's
+        "int8": Precision(name="8-bit integers", bits=weight_form("int8").bits_a_weight),
+        "int4": Precision(name="4-bit integers", bits=weight_form("int4").bits_a_weight),
     }
 )
 

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ModelNotLoadable
+from quire.errors import ConfigError, ModelNotLoadable
 from quire.memory.budget import Footprint
 from quire.planner.parameters import (
     Passed,
@@ -28,6 +28,7 @@ from quire.planner.precision import (
     Precision,
     is_quantized,
     named,
+    of_form,
     precision_of,
     uncoded,
     unread_method,
@@ -43,6 +44,7 @@ from quire.spec import ModelSpec
 from quire.spec.config_json import load
 from quire.spec.layer_specs import dtype_bytes
 from quire.spec.model_files import DEMO_MODEL, cached_folder, first_line
+from quire.spec.weight_forms import weight_form
 
 # -- the bundled table -----------------------------------------------------------------------------
 
@@ -172,16 +174,27 @@ class Subject:
 
 
 def find_subject(
-    name: str | None = None, *, dtype: str = "auto", weights: str = PUBLISHED
+    name: str | None = None,
+    *,
+    dtype: str = "auto",
+    weights: str = PUBLISHED,
+    quantization: str | None = None,
 ) -> Subject:
     """Find a model by a folder, a config.json, or a name of the table or the hub.
 
     Without a name it is the demo model. ``weights`` names a precision in which they are counted
-    instead of the published one.
+    instead of the published one; ``quantization``, the form that an engine makes of them.
 
     Raises: ModelNotLoadable if it is found nowhere; ConfigError; UnsupportedModel.
     """
     asked = None if weights == PUBLISHED else named(weights)
+    if quantization is not None:
+        if asked is not None:
+            raise ConfigError(
+                f"--weights {weights} and --quantization {quantization} both say in how many bits "
+                f"weights are kept: leave one out"
+            )
+        asked = of_form(weight_form(quantization))
     if name is None:
         folder = Path(str(files("quire") / "demo_model"))
         return _of_folder(DEMO_MODEL, folder, dtype, asked)

@@ -163,7 +163,8 @@ def test_fit_finds_and_plans_with_what_it_found(
         (("--input-len", "2000", "--output-len", "500"), "are more than --max-model-len 2,048"),
         (("no-such-model",), "is not a folder, a file or a name of the table"),
         (("./nowhere",), "there is no folder"),
-        (("--quantization", "int8"), "quantization is not planned"),
+        (("--quantization", "int8", "--device", "h100"), "is planned for a CPU"),
+        (("--quantization", "int8", "--weights", "fp8"), "leave one out"),
         (("--validate", "--memory", "1GiB"), "runs the engine on this machine"),
     ],
 )

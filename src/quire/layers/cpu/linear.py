@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,17 @@ from quire.kernels.threads import Scratch, Threads
 from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
 from quire.layers.cpu.linear_frame import BLOCK, FRAME, MATRIX, Numbers, ProductShape, items_of
 from quire.layers.cpu.linear_kernel import write_worker
+from quire.layers.cpu.packed_product import PackedProduct
+from quire.layers.cpu.packed_product import unsupported as packed_unsupported
+from quire.layers.cpu.packed_weight import PackedForm, PackedWeight
+from quire.layers.cpu.quantize import Quantizer
 from quire.units import align_up
 
 _WORTH_THREADS = 2**17  # bytes of weights
 _SOURCES = ("f32", "f16", "bf16")
 _COMPILED = (torch.bfloat16, torch.float16)  # by oneDNN, for each number of rows
 Biases = Sequence[Tensor | None]
+Weight = Tensor | PackedWeight
 
 
 class CpuLinear:
@@ -47,8 +53,14 @@ class CpuLinear:
         self.scratch = Scratch()
         self.most_rows = most_rows
 
-    def unsupported(self, weights: Sequence[Tensor]) -> str | None:
+    def unsupported(self, several: Sequence[Weight]) -> str | None:
         """Say why there is no kernel for weights [N, K] of one input; None if there is one."""
+        packed = [weight for weight in several if isinstance(weight, PackedWeight)]
+        weights = [weight for weight in several if isinstance(weight, Tensor)]
+        if packed and weights:
+            return "weights of one input are all packed, or none"
+        if packed:
+            return packed_unsupported(packed)
         first = weights[0]
         if first.device.type != "cpu":
             return f"it reads memory of the CPU, not of {first.device}"
@@ -67,45 +79,88 @@ class CpuLinear:
                 return "a row of weights does not lie side by side"
         return None
 
-    def bind(self, weights: Sequence[Tensor], biases: Biases | None = None) -> "BoundLinear":
+    def bind(
+        self,
+        weights: Sequence[Weight],
+        biases: Biases | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "BoundLinear":
         """Make the products of the same input: weights [N, K], biases [N] or none.
 
+        ``dtype``: of inputs and outputs, for packed weights, which do not say it themselves.
         Raises: ValueError where ``unsupported`` gives a reason, or for biases of other shapes.
         """
-        return BoundLinear(_Product(self, weights, biases, None))
+        return BoundLinear(self._product(weights, biases, None, dtype))
 
     def bind_gated(
-        self, gate: Tensor, up: Tensor, activation: str, biases: Biases | None = None
+        self,
+        gate: Weight,
+        up: Weight,
+        activation: str,
+        biases: Biases | None = None,
+        dtype: torch.dtype | None = None,
     ) -> "BoundGated":
         """Make act(x · Gᵀ) * (x · Uᵀ) of G, U [N, K], for an activation of ``ACTIVATIONS``.
 
+        ``dtype`` is as in ``bind``.
         Raises: ValueError as ``bind``, and for gate and up of different shapes.
         """
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation {activation!r}: there are {', '.join(ACTIVATIONS)}")
         if gate.shape != up.shape:
             raise ValueError(f"gate is {list(gate.shape)}, up is {list(up.shape)}")
-        return BoundGated(_Product(self, (gate, up), biases, activation), activation)
+        return BoundGated(self._product((gate, up), biases, activation, dtype), activation)
+
+    def quantizer(self, form: PackedForm) -> Quantizer:
+        """Make what rounds weights [N, K] to packed ones."""
+        return Quantizer(form, self.kernels, self.threads)
+
+    def _product(
+        self,
+        several: Sequence[Weight],
+        biases: Biases | None,
+        activation: str | None,
+        dtype: torch.dtype | None,
+    ) -> "_Product | PackedProduct":
+        if reason := self.unsupported(several):
+            raise ValueError(f"no kernel: {reason}")
+        weights = [weight for weight in several if isinstance(weight, Tensor)]
+        if weights:
+            return _Product(self, weights, biases, activation)
+        if dtype is None:
+            raise ValueError("packed weights do not say the dtype of their inputs: give dtype")
+        packed = [weight for weight in several if isinstance(weight, PackedWeight)]
+        return PackedProduct(
+            packed,
+            biases,
+            activation,
+            dtype,
+            kernels=self.kernels,
+            threads=self.threads,
+            scratch=self.scratch,
+            most_rows=self.most_rows,
+        )
 
 
 class BoundLinear:
     """Weights that are multiplied with one input in one call."""
 
-    def __init__(self, product: "_Product") -> None:
-        self._product = product
+    def __init__(self, product: "_Product | PackedProduct") -> None:
+        self._product: Any = product  # both have the same few functions, and steps of their own
         self.most_rows = product.most_rows
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:  # [..., K] -> [..., N] of each weight
         product = self._product
         step = product.step_for(x)
-        return product.by_torch(x) if step is None else product.run(x, step)
+        outs: tuple[Tensor, ...] = product.by_torch(x) if step is None else product.run(x, step)
+        return outs
 
 
 class BoundGated:
     """A gate and what it gates."""
 
-    def __init__(self, product: "_Product", activation: str) -> None:
-        self._product = product
+    def __init__(self, product: "_Product | PackedProduct", activation: str) -> None:
+        self._product: Any = product
         self._activation = torch_activation(activation)
         self.most_rows = product.most_rows
 
@@ -114,7 +169,9 @@ class BoundGated:
         step = product.step_for(x)
         if step is None:
             gate, up = product.by_torch(x)
-            return self._activation(gate) * up
+            joined: Tensor = self._activation(gate) * up
+            return joined
+        out: Tensor
         (out,) = product.run(x, step)
         return out
 
@@ -147,8 +204,6 @@ class _Product:
         biases: Biases | None,
         activation: str | None,
     ) -> None:
-        if reason := linears.unsupported(weights):
-            raise ValueError(f"no kernel: {reason}")
         self._weights = tuple(weights)
         self._biases = _checked(self._weights, biases)
         self._threads, self._scratch = linears.threads, linears.scratch

@@ -1,0 +1,216 @@
+"""Weights in 8 and 4 bits: how fast they are read, made, and decoded with.
+
+    python -m benchmarks.engine.bench_quantized [--claims] [--model FOLDER] [--output FILE]
+
+Kernels: every call reads other weights than the one before, as many as no cache holds, in huge
+pages as an engine has them; eight calls are played one after the other, as in a recorded pass of
+a decoding engine. Candidates take turns with a read of plain memory (STREAM).
+Bandwidth is that of the packed bytes, read once. Decoding: the 0.45 B model of random weights
+(``benchmarks.engine.model``) in each form, engines side by side in one process, which take turns;
+"bfloat16, again" is another run of the same engine and shows the noise.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.engine.model import make
+from benchmarks.harness.quiet import Call, take_turns, times_as_fast
+from benchmarks.harness.report import Output, Run, Table, WithClaims
+from benchmarks.harness.roofline import STREAMS, Stream
+from quire import LLM, SamplingParams
+from quire.config import kernel_dir
+from quire.kernels.player import Player
+from quire.layers.cpu import CpuLinear
+from quire.layers.cpu.packed_weight import PackedForm, PackedWeight, quantize
+from quire.memory.host.huge_pages import huge_pieces
+from quire.models.loader import load
+from quire.spec.weight_forms import weight_form
+from quire.units import format_bytes
+
+# Of the 0.45 B model: hidden 1,024, ffn 3,072, queries, keys and values 4,096.
+LAYERS = {
+    "up (1,024 → 3,072)": (1024, (3072,)),
+    "down (3,072 → 1,024)": (3072, (1024,)),
+    "q, k, v": (1024, (2048, 1024, 1024)),
+    "gate, up": (1024, (3072, 3072)),
+}
+FORMS = ("int8", "int4", "int4-g128", "int4-g32-asym")
+ROWS, DECODE_ROWS = (1, 4, 16, 64), 1
+STREAM, AGAIN = STREAMS[1], "again"
+STREAM_GOAL = 0.8
+STREAM_BYTES = 2**28
+PLAYED = 8  # calls, one after the other, as a recorded pass plays them
+ENGINES = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+}
+SEQUENCES, TOKENS = (1, 16), 48
+
+
+def kernels(num_rounds: int, say: Callable[[str], None]) -> tuple[Table, list[dict[str, Any]]]:
+    cpu, read = CpuLinear(kernel_dir=kernel_dir()), Stream(STREAM_BYTES)
+    kept: list[object] = []  # what recorded calls read and write
+    rows, claims = [], []
+    for name in FORMS:
+        form = weight_form(name)
+        packed = PackedForm(bits=form.bits, group_size=form.group_size, has_zeros=form.has_zeros)
+        for layer, (inputs, widths) in LAYERS.items():
+            say(f"{layer}, {name}")
+            ones = [quantize(torch.randn(width, inputs), packed) for width in widths]
+            num_bytes = sum(one.data.nbytes for one in ones)
+            copies = max(2, STREAM_BYTES // num_bytes)
+            pieces = iter(huge_pieces([one.data.nbytes for one in ones] * copies))
+            bound = []
+            for _ in range(copies):
+                several = [
+                    PackedWeight(
+                        next(pieces).view(one.data.shape).copy_(one.data), *one.shape, packed
+                    )
+                    for one in ones
+                ]
+                bound.append(cpu.bind(several, None, torch.bfloat16))
+            for num_rows in ROWS if layer == "up (1,024 → 3,072)" else (DECODE_ROWS,):
+                x = torch.randn(num_rows, inputs).bfloat16()
+                with cpu.threads.listening():
+                    kept.append([x, *(one(x) for one in bound)])
+                    heard = cpu.threads.take_heard()
+                some = range(0, len(heard) - PLAYED + 1, PLAYED)
+                waiting = cycle(
+                    [Player(heard[n : n + PLAYED], cpu.kernels, cpu.threads) for n in some]
+                )
+
+                def call(waiting: Any = waiting) -> None:
+                    next(waiting)()
+
+                calls: dict[str, Call] = {name: call, AGAIN: call, STREAM: read.calls()[STREAM]}
+                timings = take_turns(calls, num_rounds=num_rounds)
+                ratio = times_as_fast(timings[name], timings[STREAM])
+                scale = PLAYED * num_bytes / read.nbytes
+                noise = times_as_fast(timings[name], timings[AGAIN])
+                median_s = timings[name].median_s / PLAYED
+                flop = 2.0 * num_rows * inputs * sum(widths)
+                rows.append(
+                    [
+                        name, layer, str(num_rows), f"{median_s * 1e6:.0f}",
+                        f"{num_bytes / median_s / 1e9:.1f}",
+                        f"{read.nbytes / timings[STREAM].median_s / 1e9:.1f}",
+                        f"{100 * ratio.median * scale:.0f} % "
+                        f"({100 * ratio.least * scale:.0f} … {100 * ratio.greatest * scale:.0f})",
+                        f"{flop / median_s / 1e9:.0f}",
+                        f"{noise.median:.2f} (± {noise.spread:.2f})",
+                    ]
+                )  # fmt: skip
+                if num_rows == DECODE_ROWS:
+                    claims.append(
+                        {
+                            "claim": f"{name}, {layer}, one row: read at the memory's speed",
+                            "ours": round(num_bytes / median_s / 1e9, 1),
+                            "peer": round(read.nbytes / timings[STREAM].median_s / 1e9, 1),
+                            "unit": "GB/s",
+                            "ratio": round(ratio.median * scale, 3),
+                            "goal": f"≥ {STREAM_GOAL} of STREAM",
+                            "holds": ratio.median * scale >= STREAM_GOAL,
+                            "clean": ratio.all_clean,
+                        }
+                    )
+    columns = ("form", "layer", "rows", "µs", "GB/s", "STREAM GB/s", "of STREAM", "GFLOP/s", "A/A")
+    return Table(title="Kernels", columns=columns, rows=rows), claims
+
+
+def decoding(
+    folder: Path, names: list[str], num_rounds: int, say: Callable[[str], None]
+) -> tuple[Table, list[str]]:
+    engines: dict[str, LLM] = {}
+    notes = []
+    for name in names:
+        say(f"loading {name}")
+        begun = perf_counter()
+        loaded = load(folder, **ENGINES[name])  # type: ignore[arg-type]
+        notes.append(f"{name} was loaded in {perf_counter() - begun:.1f} s.")
+        engines[name] = LLM(loaded, kv_cache_memory_bytes="256MiB")
+    rows = []
+    for num_sequences in SEQUENCES:
+        say(f"decoding {num_sequences} sequences")
+        prompts: list[Any] = [
+            {"prompt_token_ids": [100 + n, 7, 11 + n, 13]} for n in range(num_sequences)
+        ]
+        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        calls: dict[str, Call] = {
+            name: partial(llm.generate, prompts, params) for name, llm in engines.items()
+        }
+        calls[AGAIN] = calls[names[0]]
+        for call in calls.values():
+            call()  # passes come to be recorded
+        timings = take_turns(calls, num_rounds=num_rounds)
+        noise = times_as_fast(timings[names[0]], timings[AGAIN])
+        for name in names:
+            ratio = times_as_fast(timings[name], timings[names[0]])
+            rate = num_sequences * TOKENS / timings[name].median_s
+            rows.append(
+                [
+                    str(num_sequences), name, f"{rate:.1f}",
+                    f"{ratio.median:.2f} ({ratio.least:.2f} … {ratio.greatest:.2f})",
+                    f"{noise.median:.2f} (± {noise.spread:.2f})",
+                ]
+            )  # fmt: skip
+    for llm in engines.values():
+        llm.close()
+    columns = ("sequences", "weights", "tokens/s", f"× {names[0]}", "A/A")
+    return Table(title="Decoding", columns=columns, rows=rows), notes
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    folder: Annotated[
+        Path, typer.Option("--model", help="Where the 0.45 B model is, or is to be made.")
+    ] = Path("/tmp/quire-bench-model"),
+    part: Annotated[str, typer.Option(help="kernels, decoding, or all.")] = "all",
+    only: Annotated[str, typer.Option(help="Engines to compare, by commas.")] = ",".join(ENGINES),
+    num_rounds: Annotated[int, typer.Option("--rounds", min=1)] = 5,
+    with_claims: WithClaims = False,
+    output: Output = None,
+    seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
+) -> None:
+    """Weights in 8 and 4 bits, beside STREAM and beside 16 and 32 bits."""
+    run = Run("engine.bench_quantized", width=150)
+    torch.manual_seed(seed)
+    shown: list[Table] = []
+    claims: list[dict[str, Any]] = []
+    notes: list[str] = []
+    if part in ("all", "kernels"):
+        with torch.inference_mode():
+            table, claims = kernels(num_rounds, run.say)
+        shown.append(table)
+        notes.append(
+            f"STREAM adds up vectors over {format_bytes(STREAM_BYTES)}, in turn with the others; "
+            f"between two readings of the same weights lie {format_bytes(STREAM_BYTES)} of others."
+        )
+    if part in ("all", "decoding"):
+        table, made = decoding(make(folder), only.split(","), num_rounds, run.say)
+        shown.append(table)
+        notes += made
+    threads = f"{torch.get_num_threads()} threads"
+    flags = f" --part {part} --rounds {num_rounds} --seed {seed}"
+    run.end(
+        shown,
+        run.setting(flags, packages=["torch", "transformers"], also=[threads]),
+        notes=notes,
+        claims=claims if with_claims else (),
+        output=output,
+    )
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,69 @@
+"""What a call of a packed product tells its threads, and where a thread keeps what."""
+
+from dataclasses import dataclass
+
+from quire.kernels.compile import KINDS
+from quire.kernels.language import LINE_BYTES, Isa
+from quire.kernels.number_formats import KIND_BYTES
+from quire.layers.cpu.packed_weight import BLOCK, PackedForm
+from quire.units import align_up
+
+FRAME = (
+    "next_item", "next_thread",  # counters, shared by the threads
+    "scratch", "scratch_bytes",  # of all threads; of one
+    "items", "num_items",
+    "x", "x_row", "num_rows", "num_inputs", "num_groups",
+)  # fmt: skip
+MATRIX = ("data", "num_outputs", "bias", "out", "out_row")  # of each weight, behind the frame
+ITEM = ("matrix", "start", "stop")  # some blocks of a matrix
+UNPACK_FRAME = ("next_item", "data", "start", "stop", "num_groups", "target", "target_row")
+SUMS_BYTES = BLOCK * 4  # of a row, for the outputs of a block
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedShape:
+    """Everything that the machine code of a packed product depends on."""
+
+    kind: str  # of inputs and outputs
+    form: PackedForm
+    activation: str | None = None  # of the first matrix's outputs, times the second's
+
+    def digits(self, isa: Isa) -> int:
+        """Count the bytes that an input becomes where bytes are multiplied; else 0.
+
+        Two of them are within 2 ** -16 of a group's largest input, three within 2 ** -24: as
+        near as bfloat16 or float16, and as float32, are to numbers of that size.
+        """
+        if not isa.byte_dot:
+            return 0
+        return 3 if self.kind == "f32" else 2
+
+    def rows(self, isa: Isa) -> int:
+        """Count the rows that share a load of weights."""
+        if isa.registers < 32:
+            return 1
+        return {0: 4, 2: 3, 3: 2}[self.digits(isa)]
+
+    def group_bytes(self, isa: Isa) -> int:
+        """Count the bytes of a row's inputs of a group, as they are multiplied."""
+        return self.form.group_size * (self.digits(isa) or 4)
+
+    def notes_bytes(self, isa: Isa) -> int:
+        """Count those of what is noted of a row's group: where sums begin, a scale, their sum."""
+        digits = self.digits(isa)
+        return 4 * (digits + 2) if digits else 4
+
+    @property
+    def scale_kind(self) -> str:
+        return KINDS[self.form.scale_dtype]
+
+    @property
+    def element_bytes(self) -> int:
+        return KIND_BYTES[self.kind]
+
+    def scratch_bytes(self, isa: Isa, num_rows: int, num_groups: int) -> int:
+        """Count the bytes of a thread: a line, the sums of two blocks, inputs and notes."""
+        a_group = self.group_bytes(isa) + self.notes_bytes(isa)
+        inputs = num_rows * num_groups * a_group
+        return align_up(LINE_BYTES + 2 * SUMS_BYTES * num_rows + inputs, _PAGE_BYTES)

@@ -1,0 +1,527 @@
+"""What each thread does during a call of a packed product.
+
+It makes its inputs ready, then takes blocks of outputs until none is left: record after record, as
+they lie in memory. Lanes are outputs, so that no sum runs across a vector.
+
+    sums[r][n] += scale[n] · Σ_k (code[n][k] - zero[n]) · x[r][k]        of a group's inputs k
+
+Where a CPU multiplies bytes, an input is a few of them (``PackedShape.digits``), with one scale for
+a row's group: x = s · (d0 + (d1 + d2 / 254) / 254). Sums of bytes are exact. Elsewhere codes become
+floats. In both ways a row's sums are added up in the same order, however many rows there are.
+"""
+
+from llvmlite import ir
+from llvmlite.ir import Value
+
+from quire.kernels.language import (
+    BYTES,
+    F32,
+    FLOATS,
+    I32,
+    INTS,
+    LANES,
+    LINE_BYTES,
+    Code,
+    Int,
+    Isa,
+)
+from quire.kernels.number_formats import KIND_BYTES, load_as, store_as
+from quire.layers.cpu.activation import activate
+from quire.layers.cpu.linear_frame import WORD_BYTES
+from quire.layers.cpu.packed_frame import (
+    FRAME,
+    ITEM,
+    MATRIX,
+    SUMS_BYTES,
+    UNPACK_FRAME,
+    PackedShape,
+)
+from quire.layers.cpu.packed_weight import BLOCK, PANEL, PANELS, STEP
+
+_TILE_BYTES = 2**14  # of records that stay in the nearest cache while rows pass by
+_AHEAD_BYTES = 2**13  # that memory is asked for a line, before it is read
+_DIGIT = 254.0  # of the next byte: what is left of one is at most a half
+_MOST = 127.0
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def _write_pack(code: Code, shape: PackedShape) -> None:
+    """Add (x, its row bytes, rows, inputs, groups, target, notes, room for a line)."""
+    x, row_bytes, num_rows, num_inputs, num_groups, target, notes, room = code.params
+    isa, size = code.isa, shape.element_bytes
+    group_size = shape.form.group_size
+    pieces = [(n, min(LANES, group_size - n)) for n in range(0, group_size, LANES)]
+
+    def group(g: Int, r: Int) -> None:
+        source = x + r * row_bytes + g * (group_size * size)
+        number = r * num_groups + g
+        to = target + number * shape.group_bytes(isa)
+        note = notes + number * shape.notes_bytes(isa)
+        left = num_inputs - g * group_size
+
+        def whole() -> None:
+            values = [load_as(code, source + n * size, shape.kind, count) for n, count in pieces]
+            _write_group(code, shape, values, to, note)
+
+        def part() -> None:
+            # What is behind the last input is nothing.
+            for n in range(0, group_size, LANES):
+                place = room + n * 4
+                code.store(code.floats(0.0), place)
+
+            def one(k: Int) -> None:
+                _copy_one(code, shape, source + k * size, room + k * 4)
+
+            code.each(left, one)
+            values = [load_as(code, room + n * 4, "f32", count) for n, count in pieces]
+            _write_group(code, shape, values, to, note)
+
+        code.either(left >= group_size, whole, part)
+
+    code.each(num_rows, lambda r: code.each(num_groups, lambda g: group(g, r)))
+    code.end()
+
+
+def _copy_one(code: Code, shape: PackedShape, source: Int, target: Int) -> None:
+    """One input as a float."""
+    value = load_as(code, source, shape.kind, 1)
+    code.write(code.b.extract_element(value, ir.Constant(I32, 0)), target)
+
+
+def _write_group(
+    code: Code, shape: PackedShape, values: list[Value], target: Int, note: Int
+) -> None:
+    """A row's group of inputs, and what is noted of it."""
+    digits, form = shape.digits(code.isa), shape.form
+    counts = [min(LANES, form.group_size - n * LANES) for n in range(len(values))]
+    lane = ir.Constant(I32, 0)
+    if not digits:
+        for n, (value, count) in enumerate(zip(values, counts, strict=True)):
+            store_as(code, value, target + n * LINE_BYTES, "f32", count)
+        code.write(code.sum(_added(code, values)), note)
+        return
+    largest = code.ints(0)
+    for value in values:
+        size = code.b.and_(code.b.bitcast(value, INTS), code.ints(0x7FFFFFFF))
+        largest = code.b.select(code.b.icmp_unsigned(">", size, largest), size, largest)
+    amax = code.splat(code.b.bitcast(code.largest_int(largest), F32))
+    scale = code.b.fdiv(amax, code.floats(_MOST))
+    by = code.b.fdiv(code.floats(_MOST), amax)
+    sums = [code.ints(0)] * digits
+    for n, (value, count) in enumerate(zip(values, counts, strict=True)):
+        rest = _number(code, code.b.fmul(value, by))
+        for d in range(digits):
+            digit = code.round(rest)
+            whole = code.b.fptosi(digit, INTS)
+            sums[d] = code.b.add(sums[d], whole)
+            found = code.b.trunc(whole, BYTES)
+            if count < LANES:
+                found = code.shuffle(found, found, list(range(count)))
+            code.write(found, target + d * form.group_size + n * LANES)
+            rest = code.b.fmul(code.b.fsub(rest, digit), code.floats(_DIGIT))
+    totals = [_sum_ints(code, each) for each in sums]
+    for d, total in enumerate(totals):  # codes have no sign there: they count from the lowest one
+        code.write(code.b.mul(total, ir.Constant(I32, form.least)), note + d * 4)
+    code.write(code.b.extract_element(scale, lane), note + digits * 4)
+    inputs = _of_digits(code, [code.b.sitofp(code.splat(total), FLOATS) for total in totals])
+    inputs = code.b.fmul(inputs, scale)
+    code.write(code.b.extract_element(inputs, lane), note + digits * 4 + 4)
+
+
+def _number(code: Code, value: Value) -> Value:
+    """From -127 to 127; 0 for what is no number, of which the scale tells."""
+    value = code.b.select(code.b.fcmp_ordered("ord", value, value), value, code.floats(0.0))
+    return code.max(code.min(value, code.floats(_MOST)), code.floats(-_MOST))
+
+
+def _added(code: Code, values: list[Value]) -> Value:
+    total = values[0]
+    for value in values[1:]:
+        total = code.b.fadd(total, value)
+    return total
+
+
+def _sum_ints(code: Code, value: Value) -> Value:
+    width = LANES
+    while width > 1:
+        width //= 2
+        picks = [width + i for i in range(width)] + [0] * (LANES - width)
+        value = code.b.add(value, code.shuffle(value, value, picks))
+    return code.b.extract_element(value, ir.Constant(I32, 0))
+
+
+def _of_digits(code: Code, sums: list[Value]) -> Value:
+    """d0 + (d1 + d2 / 254) / 254, of floats."""
+    total = sums[-1]
+    for each in reversed(sums[:-1]):
+        total = code.fma(total, code.floats(1 / _DIGIT), each)
+    return total
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def _name(rows: int, first: bool) -> str:
+    return f"multiply_{rows}" + "_first" * first
+
+
+def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool) -> None:
+    """(records, their number, x, its row bytes, notes, their row bytes, sums, end, gap).
+
+    The ``first`` rows ask memory for what comes next, which is ``gap`` farther on from ``end`` on.
+    """
+    records, count, x, x_row, notes, notes_row, sums, end, gap = code.params
+    form, isa = shape.form, code.isa
+    digits = shape.digits(isa)
+    step_bytes = BLOCK * STEP * form.bits // 8
+
+    def ask(place: Int, nbytes: int) -> None:
+        if first:
+            ahead = place + _AHEAD_BYTES
+            code.prefetch(code.choose(ahead < end, ahead, ahead + gap), nbytes)
+
+    def group(g: Int) -> None:
+        record = records + g * form.record_bytes
+        inputs = [x + x_row * r + g * shape.group_bytes(isa) for r in range(rows)]
+        note = [notes + notes_row * r + g * shape.notes_bytes(isa) for r in range(rows)]
+        if digits:
+            begin = [
+                code.splat(code.read(note[r] + d * 4, I32))
+                for _ in range(PANELS) for r in range(rows) for d in range(digits)
+            ]  # fmt: skip
+            add = _add_bytes
+        else:
+            begin = [code.floats(0.0)] * (PANELS * rows)
+            add = _add_floats
+
+        def step(k: Int, totals: list[Value]) -> list[Value]:
+            codes = record + k * (step_bytes // STEP)
+            ask(codes, step_bytes)
+            return add(code, shape, codes, inputs, k, totals)
+
+        totals = code.loop(form.group_size, begin, step, step=STEP)
+        scales = record + form.codes_bytes
+        ask(scales, form.record_bytes - form.codes_bytes)
+        for p in range(PANELS):
+            scale = load_as(
+                code, scales + p * PANEL * KIND_BYTES[shape.scale_kind], shape.scale_kind
+            )
+            zero = None
+            if form.has_zeros:
+                zero = load_as(code, scales + (form.scales_bytes + p * PANEL), "i8")
+                zero = code.b.fsub(code.floats(0.0), zero)
+            for r in range(rows):
+                at = p * rows + r
+                if digits:
+                    own = totals[at * digits : (at + 1) * digits]
+                    value = _of_digits(code, [code.b.sitofp(each, FLOATS) for each in own])
+                    value = code.b.fmul(value, code.splat(code.read(note[r] + digits * 4, F32)))
+                    of_inputs = note[r] + (digits * 4 + 4)
+                else:
+                    value, of_inputs = totals[at], note[r]
+                if zero is not None:
+                    value = code.fma(zero, code.splat(code.read(of_inputs, F32)), value)
+                place = sums + r * SUMS_BYTES + p * LINE_BYTES
+                code.store(code.fma(scale, value, code.load(place)), place)
+
+    code.each(count, group)
+    code.end()
+
+
+def _add_bytes(
+    code: Code, shape: PackedShape, codes: Int, inputs: list[Int], k: Int, totals: list[Value]
+) -> list[Value]:
+    """Eight inputs of a block's outputs, as sums of bytes."""
+    digits, size = shape.digits(code.isa), shape.form.group_size
+    found = list(totals)
+    given = [
+        [
+            [code.splat(code.read(row + k + (d * size + half * 4), I32)) for half in range(2)]
+            for d in range(digits)
+        ]
+        for row in inputs
+    ]
+    for p in range(PANELS):
+        for half, weights in enumerate(_bytes_of(code, shape, codes, p)):
+            for r in range(len(inputs)):
+                for d in range(digits):
+                    at = (p * len(inputs) + r) * digits + d
+                    found[at] = code.dot_bytes(found[at], weights, given[r][d][half])
+    return found
+
+
+def _bytes_of(code: Code, shape: PackedShape, codes: Int, panel: int) -> list[Value]:
+    """The first and the last four of eight inputs: bytes without a sign, from the lowest code."""
+    if shape.form.bits == 4:
+        words, nibbles = code.read(codes + panel * LINE_BYTES, INTS), code.ints(0x0F0F0F0F)
+        return [code.b.and_(words, nibbles), code.b.and_(_right(code, words, 4), nibbles)]
+    return [
+        code.b.xor(
+            code.read(codes + (half * PANELS + panel) * LINE_BYTES, INTS), code.ints(-0x7F7F7F80)
+        )
+        for half in range(2)
+    ]
+
+
+def _right(code: Code, words: Value, bits: int) -> Value:
+    return code.b.lshr(words, code.ints(bits)) if bits else words
+
+
+def _add_floats(
+    code: Code, shape: PackedShape, codes: Int, inputs: list[Int], k: Int, totals: list[Value]
+) -> list[Value]:
+    """Eight inputs of a block's outputs, one after the other."""
+    found = list(totals)
+    for p in range(PANELS):
+        for n, weights in _floats_of(code, shape, codes, p):
+            for r, row in enumerate(inputs):
+                value = code.splat(code.read(row + (k + n) * 4, F32))
+                at = p * len(inputs) + r
+                found[at] = code.fma(weights, value, found[at])
+    return found
+
+
+def _floats_of(code: Code, shape: PackedShape, codes: Int, panel: int) -> list[tuple[int, Value]]:
+    """Eight codes of a panel's outputs as floats, each with the number of its input."""
+    found = []
+    if shape.form.bits == 4:
+        words = code.read(codes + panel * LINE_BYTES, INTS)
+        table = ir.Constant(FLOATS, [float(n + shape.form.least) for n in range(LANES)])
+        for place in range(STEP):
+            here = _right(code, words, 4 * place)
+            if code.isa.registers >= 32:
+                value = code.look_up(table, here)
+            else:
+                here = code.b.and_(here, code.ints(15))
+                here = code.b.add(here, code.ints(shape.form.least))
+                value = code.b.sitofp(here, FLOATS)
+            found.append((place // 2 + place % 2 * 4, value))
+        return found
+    for half in range(2):
+        words = code.read(codes + (half * PANELS + panel) * LINE_BYTES, INTS)
+        for byte in range(4):
+            left = code.b.shl(words, code.ints(24 - 8 * byte)) if byte < 3 else words
+            value = code.b.sitofp(code.b.ashr(left, code.ints(24)), FLOATS)
+            found.append((half * 4 + byte, value))
+    return found
+
+
+def _write_multiply(code: Code, shape: PackedShape) -> None:
+    """(records, groups, x, notes, rows, sums, end, gap): the sums of a block."""
+    records, num_groups, x, notes, num_rows, sums, end, gap = code.params
+    x_row = num_groups * shape.group_bytes(code.isa)
+    notes_row = num_groups * shape.notes_bytes(code.isa)
+    at_once = shape.rows(code.isa)
+    some = max(1, _TILE_BYTES // shape.form.record_bytes)
+    code.each(
+        num_rows * SUMS_BYTES, lambda n: code.store(code.floats(0.0), sums + n), step=LINE_BYTES
+    )
+
+    def tile(start: Int) -> None:
+        count = (num_groups - start).at_most(some)
+
+        def run(rows: int, r: Int, first: bool) -> None:
+            code.run(
+                _name(rows, first), records + start * shape.form.record_bytes, count,
+                x + r * x_row + start * shape.group_bytes(code.isa), x_row,
+                notes + r * notes_row + start * shape.notes_bytes(code.isa), notes_row,
+                sums + r * SUMS_BYTES, end, gap,
+            )  # fmt: skip
+
+        def several(r: Int, rows: int) -> None:
+            code.either(r.equals(0), lambda: run(rows, r, True), lambda: run(rows, r, False))
+
+        full = num_rows // at_once * at_once
+        if at_once > 1:
+            code.each(full, lambda r: several(r, at_once), step=at_once)
+        code.each(num_rows, lambda r: several(r, 1), start=full if at_once > 1 else 0)
+
+    code.each(num_groups, tile, step=some)
+    code.end()
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+def _write_finish(code: Code, shape: PackedShape) -> None:
+    """(sums, the other's, rows, outputs, bias, the other's, out, its row bytes, room for a line).
+
+    Bias, activation, and one rounding where torch's separate operations round.
+    """
+    sums, others, num_rows, outputs, bias, other_bias, out, out_row, room = code.params
+    size = shape.element_bytes
+
+    def rounded(value: Value) -> Value:
+        if shape.kind == "f32":
+            return value
+        store_as(code, value, room, shape.kind)
+        return load_as(code, room, shape.kind)
+
+    def panel(r: Int, p: int) -> None:
+        def with_bias(place: Int, biases: Int) -> Value:
+            value = code.load(place + r * SUMS_BYTES + p * LINE_BYTES)
+            return code.b.fadd(value, load_as(code, biases + p * PANEL * size, shape.kind))
+
+        value = with_bias(sums, bias)
+        if shape.activation is not None:
+            gate = rounded(activate(code, rounded(value), shape.activation))
+            value = code.b.fmul(gate, rounded(with_bias(others, other_bias)))
+        target = out + r * out_row + p * PANEL * size
+
+        def some() -> None:
+            store_as(code, value, room, shape.kind)
+            typ = {4: I32, 2: ir.IntType(16)}[size]
+            code.each(
+                (outputs - p * PANEL) * size,
+                lambda n: code.write(code.read(room + n, typ), target + n),
+                step=size,
+            )
+
+        whole = outputs >= (p + 1) * PANEL
+        code.either(whole, lambda: store_as(code, value, target, shape.kind), some)
+
+    def row(r: Int) -> None:
+        panel(r, 0)
+        for p in range(1, PANELS):
+            with code.b.if_then(outputs >= p * PANEL + 1):
+                panel(r, p)
+
+    code.each(num_rows, row)
+    code.end()
+
+
+# -- the worker ------------------------------------------------------------------------------------
+
+
+def write_worker(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
+    """Add "work" and all that it needs to a module. Its parameter is a frame's address."""
+    _write_pack(Code(module, "pack", 8, isa), shape)
+    for rows in sorted({1, shape.rows(isa)}):
+        for first in (True, False):
+            _write_some_rows(Code(module, _name(rows, first), 9, isa), shape, rows, first)
+    _write_multiply(Code(module, "multiply", 8, isa), shape)
+    _write_finish(Code(module, "finish", 9, isa), shape)
+    _write_work(Code(module, "work", 1, isa), shape)
+
+
+def _write_work(code: Code, shape: PackedShape) -> None:
+    frame = code.params[0]
+
+    def word(name: str) -> Int:
+        return frame + FRAME.index(name) * WORD_BYTES
+
+    call = {name: code.number(word(name)) for name in FRAME if not name.startswith("next")}
+    number = code.take(word("next_thread"))
+    room = call["scratch"] + number * call["scratch_bytes"]
+    sums = room + LINE_BYTES
+    others = sums + call["num_rows"] * SUMS_BYTES
+    inputs = others + call["num_rows"] * SUMS_BYTES
+    notes = inputs + call["num_rows"] * call["num_groups"] * shape.group_bytes(code.isa)
+    code.run(
+        "pack", call["x"], call["x_row"], call["num_rows"], call["num_inputs"],
+        call["num_groups"], inputs, notes, sums,  # which are not used yet
+    )  # fmt: skip
+
+    def words(table: Int, number: Int, names: tuple[str, ...]) -> dict[str, Int]:
+        address = table + number * (len(names) * WORD_BYTES)
+        return {name: code.number(address + n * WORD_BYTES) for n, name in enumerate(names)}
+
+    def matrix_of(number: Int) -> dict[str, Int]:
+        return words(frame + len(FRAME) * WORD_BYTES, number, MATRIX)
+
+    block_bytes = call["num_groups"] * shape.form.record_bytes
+
+    gated = shape.activation is not None
+
+    def place(matrix: dict[str, Int], block: Int) -> Int:
+        return matrix["data"] + block * block_bytes
+
+    def multiply(begin: Int, to: Int, end: Int, following: Int) -> None:
+        code.run(
+            "multiply", begin, call["num_groups"], inputs, notes, call["num_rows"], to, end,
+            following - end,
+        )  # fmt: skip
+
+    def item(number: Int, following: Int) -> None:
+        """All blocks of an item; ``following`` is the one that this thread does next."""
+        own = words(call["items"], number, ITEM)
+        after = words(call["items"], following.at_most(call["num_items"] - 1), ITEM)
+        matrix = matrix_of(own["matrix"])
+        beyond = place(matrix_of(after["matrix"]), after["start"])
+        other = matrix_of(code.whole(1)) if gated else matrix
+
+        def block(b: Int) -> None:
+            here, end = place(matrix, b), place(matrix, b + 1)
+            if gated:
+                there = place(other, b)
+                more = code.choose(b + 1 < own["stop"], end, beyond)
+                multiply(here, sums, end, there)
+                multiply(there, others, place(other, b + 1), more)
+            else:
+                multiply(here, sums, place(matrix, own["stop"]), beyond)
+            first = b * BLOCK
+            offset = first * shape.element_bytes
+            code.run(
+                "finish", sums, others, call["num_rows"],
+                (matrix["num_outputs"] - first).at_most(BLOCK), matrix["bias"] + offset,
+                other["bias"] + offset, matrix["out"] + offset, matrix["out_row"], room,
+            )  # fmt: skip
+
+        code.each(own["stop"], block, start=own["start"])
+
+    def take(_: Int, taken: list[Value]) -> list[Value]:
+        # An item is taken before the one before it is done: memory is asked for it in time.
+        number, following = Int(code.b, taken[0]), code.take(word("next_item"))
+        code.when(number < call["num_items"], lambda: item(number, following))
+        return [following.value]
+
+    code.loop(call["num_items"], [code.take(word("next_item")).value], take)
+    code.end()
+
+
+# -- weights for torch -----------------------------------------------------------------------------
+
+
+def write_unpacker(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
+    """Add "work" to a module: blocks of weights become numbers of the shape's kind, [K][outputs].
+
+    Inputs and outputs behind the last one are zeros.
+    """
+    code = Code(module, "work", 1, isa)
+    frame, form, size = code.params[0], shape.form, shape.element_bytes
+    call = {name: code.number(frame + n * WORD_BYTES) for n, name in enumerate(UNPACK_FRAME) if n}
+    step_bytes = BLOCK * STEP * form.bits // 8
+
+    def item() -> None:
+        block = code.take(frame) + call["start"]
+        code.leave_when(block >= call["stop"])
+        target = call["target"] + (block - call["start"]) * (BLOCK * size)
+
+        def group(g: Int) -> None:
+            record = call["data"] + (block * call["num_groups"] + g) * form.record_bytes
+            scales = record + form.codes_bytes
+            rows = target + g * form.group_size * call["target_row"]
+            for p in range(PANELS):
+                scale = load_as(
+                    code, scales + p * PANEL * KIND_BYTES[shape.scale_kind], shape.scale_kind
+                )
+                zero = None
+                if form.has_zeros:
+                    zero = load_as(code, scales + (form.scales_bytes + p * PANEL), "i8")
+
+                def step(
+                    k: Int, p: int = p, scale: Value = scale, zero: Value | None = zero
+                ) -> None:
+                    codes = record + k * (step_bytes // STEP)
+                    for n, value in _floats_of(code, shape, codes, p):
+                        whole = value if zero is None else code.b.fsub(value, zero)
+                        place = rows + (k + n) * call["target_row"] + p * PANEL * size
+                        store_as(code, code.b.fmul(whole, scale), place, shape.kind)
+
+                code.each(form.group_size, step, step=STEP)
+
+        code.each(call["num_groups"], group)
+
+    code.forever(item)
+    code.end()

@@ -1,0 +1,51 @@
+"""A linear layer whose weights are whole numbers of 8 or 4 bits.
+
+Its own forward function is the slow twin of the kernels that stand in for it during a pass
+(``quire.layers.fused``): it makes all of its weights float32 each time.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quire.layers.cpu.packed_weight import PackedForm, PackedWeight
+
+
+class PackedLinear(nn.Module):
+    """x [..., K] to x · Wᵀ + bias, [..., N] in x's dtype. Products are added up in float32."""
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        """``dtype``: of the inputs that kernels are made for."""
+        super().__init__()
+        self.in_features, self.out_features = weight.num_inputs, weight.num_outputs
+        self.dtype = dtype
+        self.bits, self.group_size = weight.form.bits, weight.form.group_size
+        self.has_zeros, self.scale_dtype = weight.form.has_zeros, weight.form.scale_dtype
+        self.packed: Tensor
+        self.register_buffer("packed", weight.data)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def packed_weight(self) -> PackedWeight:
+        """Its weight, where it lies now."""
+        form = PackedForm(
+            bits=self.bits,
+            group_size=self.group_size,
+            has_zeros=self.has_zeros,
+            scale_dtype=self.scale_dtype,
+        )
+        return PackedWeight(self.packed, self.out_features, self.in_features, form)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute [..., K] → [..., N] in torch, with weights that are made anew."""
+        bias = None if self.bias is None else self.bias.float()
+        weight = self.packed_weight.dequantized()
+        return functional.linear(x.float(), weight, bias).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Say what ``print(model)`` shows."""
+        zeros = ", with zeros" if self.has_zeros else ""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"{self.bits} bits, groups of {self.group_size}{zeros}, bias={self.bias is not None}"
+        )

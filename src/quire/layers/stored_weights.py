@@ -1,0 +1,126 @@
+"""Weights as GPTQ, AWQ and compressed-tensors store them, read into codes, scales and zeros.
+
+    w[n][k] = (code[n][k] - zero[n][g]) * scale[n][g]
+
+holds in all of them, so nothing is rounded anew: what is packed has the very numbers of the file.
+Codes and zeros count from the middle here, and from the lowest code there.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from quire.layers.cpu.packed_weight import MOST_GROUP, PackedWeight, pack
+from quire.units import ceil_div
+
+_WORD_BITS = 32
+# Which of eight outputs a word's i-th four bits are of. Source: AutoAWQ, gemm.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+STORED_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales"),
+    "compressed-tensors": (
+        "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
+    ),
+})  # fmt: skip
+
+
+def read_stored(
+    method: str, tensors: Mapping[str, Tensor], *, bits: int, zeros_less: int = 1
+) -> PackedWeight:
+    """Pack what a checkpoint has of one layer, by the names of ``STORED_NAMES``.
+
+    ``tensors``: words i32[…, …] and scales, shaped as the method has them. ``zeros_less``: by how
+    much the zeros that GPTQ stores are too small (0 in its second form).
+    Raises: ValueError for shapes or an order of inputs that are none of the method's.
+    """
+    for name, each in tensors.items():
+        if name not in ("g_idx", "weight_g_idx", "weight_shape") and each.dim() != 2:
+            raise ValueError(f"{name} is {list(each.shape)}, which is no matrix")
+    if method == "gptq":
+        codes = _along_rows(tensors["qweight"], bits).T
+        # A zero of nothing is stored as the highest code.
+        zeros = (_along_columns(tensors["qzeros"], bits).T + zeros_less) & ((1 << bits) - 1)
+        scales = tensors["scales"].T
+    elif method == "awq":
+        codes, zeros = (_awq(tensors[name], bits).T for name in ("qweight", "qzeros"))
+        scales = tensors["scales"].T
+    else:
+        num_outputs, num_inputs = map(int, tensors["weight_shape"])
+        codes = _along_columns(tensors["weight_packed"], bits)[:num_outputs, :num_inputs]
+        scales = tensors["weight_scale"]
+        stored = tensors.get("weight_zero_point")
+        middle = 1 << (bits - 1)
+        if stored is None:
+            zeros = torch.full(scales.shape, middle, dtype=torch.int32)
+        else:
+            zeros = _along_rows(stored, bits)[:num_outputs]
+    scales = scales.contiguous()
+    group_size = _group_size(codes, scales, zeros)
+    _check_order(tensors.get("g_idx", tensors.get("weight_g_idx")), group_size)
+    codes, zeros = ((x - (1 << (bits - 1))).to(torch.int8).contiguous() for x in (codes, zeros))
+    if group_size > MOST_GROUP:  # several records have the same scale
+        parts = ceil_div(codes.shape[1], MOST_GROUP)
+        if scales.shape[1] > 1 and group_size % MOST_GROUP:
+            raise ValueError(f"a group of {group_size} inputs is no multiple of {MOST_GROUP}")
+        scales, zeros = (
+            x.repeat_interleave(ceil_div(group_size, MOST_GROUP), 1)[:, :parts].contiguous()
+            for x in (scales, zeros)
+        )
+        group_size = MOST_GROUP
+    return pack(
+        codes, scales, zeros if bool(zeros.any()) else None, bits=bits, group_size=group_size
+    )
+
+
+def _group_size(codes: Tensor, scales: Tensor, zeros: Tensor) -> int:
+    num_outputs, num_inputs = codes.shape
+    groups = scales.shape[1] if scales.dim() == 2 else 0
+    if not groups or scales.shape != (num_outputs, groups) or zeros.shape != scales.shape:
+        raise ValueError(
+            f"codes are {list(codes.shape)}, scales {list(scales.shape)} and zeros "
+            f"{list(zeros.shape)}: they do not belong together"
+        )
+    if num_inputs % groups:
+        raise ValueError(f"{num_inputs} inputs are not {groups} groups of one size")
+    return num_inputs // groups
+
+
+def _check_order(group_of: Tensor | None, group_size: int) -> None:
+    """Raises: ValueError where groups are not of inputs that follow one another."""
+    if group_of is None:
+        return
+    usual = torch.arange(len(group_of), dtype=group_of.dtype) // group_size
+    if not torch.equal(group_of, usual):
+        raise ValueError("its groups are of inputs in another order (act-order, desc_act)")
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """Codes i32[…, 32 / bits] of words i32[…], the lowest bits first."""
+    if words.dtype != torch.int32:
+        raise ValueError(f"words are {words.dtype}, and not torch.int32")
+    shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
+    return (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+
+
+def _along_rows(words: Tensor, bits: int) -> Tensor:
+    """[R, C] to [R · 32 / bits, C]."""
+    return _fields(words, bits).transpose(1, 2).reshape(-1, words.shape[1])
+
+
+def _along_columns(words: Tensor, bits: int) -> Tensor:
+    """[R, C] to [R, C · 32 / bits]."""
+    return _fields(words, bits).reshape(words.shape[0], -1)
+
+
+def _awq(words: Tensor, bits: int) -> Tensor:
+    """[R, C] to [R, C · 8], in the order of outputs."""
+    if bits != 4:
+        raise ValueError(f"AWQ has codes of 4 bits, and not of {bits}")
+    fields = _fields(words, bits)
+    places = torch.empty(len(_AWQ_ORDER), dtype=torch.long)
+    places[list(_AWQ_ORDER)] = torch.arange(len(_AWQ_ORDER))
+    return fields[..., places].reshape(words.shape[0], -1)
