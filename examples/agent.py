@@ -1,6 +1,6 @@
 """An agent with a tool: the model calls a function of this program until it can answer.
 
-Run: python examples/agent.py [MODEL]     (pip install openai "quire[structured]")
+Run: python examples/agent.py [MODEL]     (pip install openai "quire-kv[structured]")
 """
 
 import json

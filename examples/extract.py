@@ -1,6 +1,6 @@
 """Structured extraction: records from texts, in a form that cannot be wrong.
 
-Run: python examples/extract.py [MODEL]     (pip install "quire[structured]")
+Run: python examples/extract.py [MODEL]     (pip install "quire-kv[structured]")
 
 A JSON schema becomes a grammar, and no token that would break it is sampled. So each answer can be
 read by a program, however small the model; whether it is true depends on the model.

@@ -36,7 +36,7 @@ def test_the_wheel_has_the_model_its_licence_and_the_mark_of_types(wheel: Path) 
     model = {path.name for path in (ROOT / "src/quire/demo_model").iterdir()}
     assert {f"quire/demo_model/{name}" for name in model} <= names
     assert {"quire/py.typed", "quire/__main__.py"} <= names
-    assert not [name for name in names if not name.startswith(("quire/", "quire-"))]
+    assert not [name for name in names if not name.startswith(("quire/", "quire_kv-"))]
     metadata = _metadata(wheel)
     assert metadata["License-Expression"] == "Apache-2.0 AND PSF-2.0"
     licences = metadata.get_all("License-File", [])
@@ -133,3 +133,16 @@ def _metadata(wheel: Path) -> Message:
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     return message_from_bytes(archive.read(name))
+
+
+def test_extras_that_messages_name_are_of_this_distribution() -> None:
+    """A command that is copied from a message must not fetch what others call quire."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {
+        (name, extra)
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for name, extra in re.findall(r"\b(quire[\w-]*)\[([a-z]+)\]", path.read_text())
+    }
+    assert len(named) > 10
+    assert {name for name, _ in named} == {project["name"]}
+    assert {extra for _, extra in named} <= set(project["optional-dependencies"])

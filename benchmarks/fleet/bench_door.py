@@ -2,7 +2,7 @@
 
 A server (``quire serve``) and a fleet (``quire fleet``, two replicas on Ray Serve) run at the same
 time with one thread an engine, and take turns; the server is asked twice in each round (A/A). This
-process asks over loopback, on the same processors. Needs ``quire[fleet]``.
+process asks over loopback, on the same processors. Needs ``quire-kv[fleet]``.
 
     python -m benchmarks.fleet.bench_door --rounds 60
 """

@@ -269,7 +269,7 @@ def test_where_it_cannot_run_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -
     assert cannot_run(gpu) is None
     assert "not on cpu" in (cannot_run(torch.device("cpu")) or "")
     installed.clear()
-    assert "pip install 'quire[flashinfer]'" in (cannot_run(gpu) or "")
+    assert "pip install 'quire-kv[flashinfer]'" in (cannot_run(gpu) or "")
 
 
 def test_what_only_a_call_shows_is_refused_with_the_way_out() -> None:

@@ -354,6 +354,6 @@ def test_help_names_every_engine_option(
     out = capsys.readouterr().out
     for option in fields(EngineConfig):
         assert "--" + option.name.replace("_", "-") in out
-    assert "quire[int8]" in out, "brackets are no markup"
+    assert "quire-kv[int8]" in out, "brackets are no markup"
     assert quire(monkeypatch, "--help") == 0
     assert "QUIRE_<OPTION>" in capsys.readouterr().out

@@ -456,7 +456,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="cannot use this model's tokenizer"):
         Grammars(demo().tokenizer, 10, []).compile(form)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(RequestError, match=r"pip install 'quire\[structured\]'"):
+    with pytest.raises(RequestError, match=r"pip install 'quire-kv\[structured\]'"):
         Grammars(demo().tokenizer, 10, []).compile(form)
 
 

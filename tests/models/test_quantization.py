@@ -116,7 +116,7 @@ def test_a_gpu_has_torchaos_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=r"int4 is for a CPU, .* choose quantization=int8, or"):
         load(quantization="int4")
-    with pytest.raises(ConfigError, match=r"int8 on cuda:0 needs torchao .*quire\[int8\]"):
+    with pytest.raises(ConfigError, match=r"int8 on cuda:0 needs torchao .*quire-kv\[int8\]"):
         load(quantization="int8")
 
 

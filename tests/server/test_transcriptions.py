@@ -415,7 +415,7 @@ def test_a_model_that_reads_text_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setitem(sys.modules, "python_multipart.multipart", None)
         missing = await ask(client, packed(sound(1)))
         assert missing.status == 501
-        assert "pip install 'quire[audio]'" in missing.error["message"]
+        assert "pip install 'quire-kv[audio]'" in missing.error["message"]
 
     hearing(tiny_reader("t5"), test)
 
@@ -427,6 +427,6 @@ def test_without_a_decoder_the_extra_is_named(
         monkeypatch.setitem(sys.modules, "soundfile", None)
         missing = await ask(client, packed(sound(1)))
         assert missing.status == 501
-        assert "pip install 'quire[audio]'" in missing.error["message"]
+        assert "pip install 'quire-kv[audio]'" in missing.error["message"]
 
     hearing(folder, test)

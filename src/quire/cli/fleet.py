@@ -62,7 +62,7 @@ def fleet(
     RAY_ADDRESS=auto quire fleet Qwen/Qwen3-8B --replicas 16 --gpus-per-replica 1
     quire fleet Qwen/Qwen3-8B --replicas 16 --print-config > serve.yaml
 
-    Needs the extra quire[fleet]. Without RAY_ADDRESS it starts Ray on this machine, and ends it.
+    Needs the extra quire-kv[fleet]. Without RAY_ADDRESS it starts Ray on this machine, and ends it.
     Then: curl http://127.0.0.1:8000/v1/models, or quire chat.
 
     Raises: ConfigError; typer.Exit with the server's exit code.

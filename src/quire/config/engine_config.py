@@ -140,7 +140,7 @@ class EngineConfig:
         None,
         "Keep the weights of linear layers in 8 or 4 bits: int8, int4; on a CPU also with a "
         "group's size and with zeros, as int4-g128 or int8-g32-asym (on a GPU int8 alone, which "
-        "needs quire[int8]). Default: none.",
+        "needs quire-kv[int8]). Default: none.",
         short=("-q",),
     )
     kv_cache_dtype: str = option(
@@ -228,7 +228,7 @@ class EngineConfig:
     kv_tier_key: str | None = option(
         None,
         "File with a secret key of at least 32 bytes. With it, records in tiers that others share "
-        "are sealed: only holders of the key can read or write them (needs quire[tiers]).",
+        "are sealed: only holders of the key can read or write them (needs quire-kv[tiers]).",
         panel=TIERS_PANEL,
     )
     kv_tier_trusted: bool = option(
@@ -331,7 +331,7 @@ class EngineConfig:
         None,
         "Events of the prefix cache for routers, as JSON with vLLM's fields: "
         '{"enable_kv_cache_events": true} publishes them at tcp://127.0.0.1:5557. Needs '
-        "quire[events]. Default: none.",
+        "quire-kv[events]. Default: none.",
         flag_type=str | None,
         parse=KVEventsConfig.parse,
         panel=ADVANCED,
@@ -339,7 +339,7 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1,
         "Number of processes (ranks) that share each layer and the KV memory; on CUDA one per "
-        "device. Memory sizes are per rank. Needs quire[tp].",
+        "device. Memory sizes are per rank. Needs quire-kv[tp].",
         short=("--tp", "-tp"),
     )
     seed: int = option(0, "Random seed for requests that set none.", panel=ADVANCED)

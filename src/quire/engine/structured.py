@@ -150,7 +150,7 @@ def _prepare(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLTo
     except ImportError as error:
         raise RequestError(
             "structured_outputs needs llguidance, which is not installed: "
-            "pip install 'quire[structured]'"
+            "pip install 'quire-kv[structured]'"
         ) from error
     if tokenizer is None:
         raise RequestError("this model has no tokenizer: structured_outputs cannot be followed")

@@ -44,7 +44,7 @@ from quire.fleet.fleet_plan import (
 from quire.fleet.prefill import PrefillPlaces
 
 RAY_VERSION: Final = "2.60"  # its routers are alpha: another minor version may differ
-_EXTRA = "pip install 'quire[fleet]'"
+_EXTRA = "pip install 'quire-kv[fleet]'"
 
 try:
     import ray

@@ -294,7 +294,7 @@ def _quantized(quantization: str | None, place: torch.device) -> dict[str, Any]:
     except ImportError as error:
         raise ConfigError(
             f"quantization={quantization} on {place} needs torchao ({error}): "
-            f"pip install 'quire[int8]'"
+            f"pip install 'quire-kv[int8]'"
         ) from error
     return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
 

@@ -39,7 +39,7 @@ def device_map(source: str, weights_bytes: int, device: torch.device) -> dict[st
     if find_spec("accelerate") is None:
         raise ConfigError(
             f"{told}: free some, take fewer bits (dtype, quantization), keep a part in host memory "
-            f"(pip install 'quire[offload]'), or choose device=cpu"
+            f"(pip install 'quire-kv[offload]'), or choose device=cpu"
         )
     on_device = int(_FOR_SOME * free_bytes)
     log.warning(

@@ -79,6 +79,6 @@ def _opened(addresses: Sequence[Any], fetched: Mapping[int, bytes]) -> list[Any]
         raise Refused(
             501,
             f"this server cannot read pictures ({error}): its operator can pip install "
-            "'quire[images]'",
+            "'quire-kv[images]'",
             code="not_installed",
         ) from error

@@ -1,4 +1,4 @@
-"""A span for each request, sent to an OpenTelemetry collector: ``pip install quire[otel]``.
+"""A span for each request, sent to an OpenTelemetry collector: ``pip install quire-kv[otel]``.
 
 Names are those of the gen_ai conventions, as in vLLM. A span says how long a request took and how
 many tokens it had, and nothing of what they were.
@@ -184,6 +184,6 @@ def _exporting(endpoint: str) -> Any:
 
 def _missing(error: ImportError) -> ConfigError:
     return ConfigError(
-        f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'quire[otel]', or leave "
+        f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'quire-kv[otel]', or leave "
         f"the option out"
     )

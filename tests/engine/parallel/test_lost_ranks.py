@@ -362,7 +362,7 @@ def test_without_accelerate_the_extra_is_named(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "find_spec", lambda _: None)
-    assert "pip install 'quire[tp]'" in refused(folder.of("llama"))
+    assert "pip install 'quire-kv[tp]'" in refused(folder.of("llama"))
 
 
 def test_devices_are_the_ranks_own(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

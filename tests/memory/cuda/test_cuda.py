@@ -377,7 +377,7 @@ def test_without_a_driver(driver: EmulatedDriver) -> None:
 
 def test_without_the_bindings_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
-    with pytest.raises(ConfigError, match=r"pip install 'quire\[cuda\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'quire-kv\[cuda\]'"):
         load_driver_functions()
 
 

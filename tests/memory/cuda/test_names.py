@@ -16,7 +16,7 @@ ENUMERATIONS = [name for name, found in vars(names).items() if name.startswith("
 def real() -> object:
     return pytest.importorskip(
         "cuda.bindings.driver",
-        reason="nothing to compare the emulator with: pip install 'quire[cuda]'",
+        reason="nothing to compare the emulator with: pip install 'quire-kv[cuda]'",
         exc_type=ImportError,
     )
 

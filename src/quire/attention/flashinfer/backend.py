@@ -83,7 +83,7 @@ def cannot_run(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device.type}"
     if find_spec("flashinfer") is None:
-        return "it is not installed (pip install 'quire[flashinfer]')"
+        return "it is not installed (pip install 'quire-kv[flashinfer]')"
     if not torch.cuda.is_available():
         return "torch finds no GPU that it can use"
     major, minor = torch.cuda.get_device_capability(device)

@@ -39,7 +39,7 @@ def refuse_ranks(num_ranks: int, device_type: str) -> None:
     if find_spec("accelerate") is None:
         raise ConfigError(
             f"{option}: Transformers loads parts of a model with accelerate: pip install "
-            f"'quire[tp]'"
+            f"'quire-kv[tp]'"
         )
     if device_type == "cuda":
         there = torch.cuda.device_count()

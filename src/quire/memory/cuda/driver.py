@@ -69,13 +69,13 @@ def load_driver_functions() -> DriverFunctions:
     except ImportError as error:
         raise ConfigError(
             f"memory of a GPU needs the package cuda-bindings ({error}): "
-            f"pip install 'quire[cuda]', or keep the KV cache in the memory of the CPU"
+            f"pip install 'quire-kv[cuda]', or keep the KV cache in the memory of the CPU"
         ) from error
     missing = [name for name in (*TYPES, *FUNCTIONS) if not hasattr(found, name)]
     if missing:
         raise ConfigError(
             f"these cuda-bindings have no {', '.join(missing)}: install 12.8 or later (pip install "
-            f"'quire[cuda]'), or keep the KV cache in the memory of the CPU"
+            f"'quire-kv[cuda]'), or keep the KV cache in the memory of the CPU"
         )
     return found
 

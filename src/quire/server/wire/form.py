@@ -69,7 +69,7 @@ def not_installed(error: ImportError) -> Refused:
     """Return the refusal where a package of the extra is missing."""
     return Refused(
         501,
-        f"this server cannot read audio ({error}): its operator can pip install 'quire[audio]'",
+        f"this server cannot read audio ({error}): its operator can pip install 'quire-kv[audio]'",
         code="not_installed",
     )
 
