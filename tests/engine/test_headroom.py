@@ -281,6 +281,19 @@ def test_prices_are_found_among_steps_that_vary(
     assert costs.recompute_s(1000) == pytest.approx(1000 * token_s, rel=0.2, abs=0.05 * step_s)
 
 
+def test_short_prompts_do_not_say_that_tokens_cost_nothing() -> None:
+    """Steps of a few tokens take as long as any, by chance less; long prompts are loaded then."""
+    costs = Costs()
+    for _ in range(50):
+        costs.note_step(num_tokens=1, num_sequences=1, num_read=40, seconds=0.0101)
+        costs.note_step(num_tokens=20, num_sequences=1, num_read=20, seconds=0.0099)
+    assert 0.05 < costs.recompute_s(2000) < 1.0
+    for _ in range(50):
+        costs.note_step(num_tokens=1, num_sequences=1, num_read=40, seconds=0.0101)
+        costs.note_step(num_tokens=2000, num_sequences=1, num_read=2000, seconds=0.03)
+    assert costs.recompute_s(2000) == pytest.approx(0.02, rel=0.1)
+
+
 def test_prices_that_are_given_stay() -> None:
     costs = Costs(prices=Prices(step_s=1.0, token_s=0.1))
     costs.note_step(num_tokens=100, num_sequences=1, num_read=100, seconds=99.0)

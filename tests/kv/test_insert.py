@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from conformance.covering import examples
 from kv.caches import FULL, SIZE, STATE, Cache, chunked, ids, sliding, span
 from quire.kv import FITS
+from quire.kv.eviction import EVICTION_POLICIES
 from quire.kv.prefix_index import PrefixKeys
 from quire.spec import LayerSpec
 
@@ -126,3 +127,14 @@ class TestNames:
         cache.blocks.reset_prefix_cache()
         cache.start(1, span(50, 50 + SIZE))  # in the same row
         assert cache.blocks.index.identity(int(nodes[0])) is None
+
+
+def test_it_stays_until_the_prompt_comes_that_it_was_brought_for() -> None:
+    """Prompts of one use go first where the use before the last decides."""
+    cache = Cache(FULL, num_blocks=12, make_policy=EVICTION_POLICIES["lru-2"])
+    assert cache.bring(span(0, 4 * SIZE))
+    for seq_id in range(6):
+        base = 100 * (1 + seq_id)
+        cache.start(seq_id, span(base, base + 3 * SIZE))
+        cache.free(seq_id)
+    assert cache.start(9, span(0, 4 * SIZE + 1)) == 4 * SIZE

@@ -19,6 +19,8 @@ from engine.test_offloading import kind, made, offload, texts
 from engine.test_offloading import until as until_it_is
 from quire import LLM, AsyncLLM
 from quire.engine.statistics import FINISH_REASONS
+from quire.kv.interface import found_block_size
+from quire.server.dashboard.snapshot import about
 from quire.server.metrics import FAMILIES, REJECTIONS, Metrics
 from quire.tiers.host_memory import HostMemoryTier
 from tiny import tokens
@@ -130,6 +132,19 @@ def test_names_and_labels_are_those_of_vllm(llm: LLM) -> None:
     config = next(s for s in scrape.samples if s.name == "vllm:cache_config_info")
     assert (config.labels["block_size"], config.labels["engine"]) == ("16", "0")
     assert int(config.labels["num_gpu_blocks"]) == 64_000_000 // (16 * 1024)
+
+
+def test_a_block_is_shown_as_large_as_it_is() -> None:
+    """Where blocks of the option's size fill no whole page, it takes as many tokens as do."""
+    with small(cache="virtual", kv_cache_dtype="int8_per_token_head") as llm:
+        size = found_block_size(llm.accounting, 0)
+        assert size > llm.config.block_size
+        samples = Scrape(Metrics(llm, "tiny")).samples
+        (labels,) = (s.labels for s in samples if s.name == "vllm:cache_config_info")
+        assert labels["block_size"] == str(size)
+        block_bytes = sum(group.bytes_for(size) for group in llm.spec.groups)
+        assert labels["num_gpu_blocks"] == str(llm.elastic.capacity_bytes // block_bytes)
+        assert about(llm, chats=False).block_size == size
 
 
 def test_every_family_is_exported_once_and_with_its_type(llm: LLM) -> None:

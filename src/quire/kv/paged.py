@@ -363,6 +363,12 @@ class BlockCoordinator:
         for number in lacking:
             self._cache.attach(number, np.array([node]), self.tables.held(number, row)[:1])
         nodes = self._cache.last_nodes(row, (len(token_ids) - begun) // self.tables.block_size)
+        # Two prompts use them: the one that they were computed for, and the one that they are
+        # brought for. Known for one use, they would be the first to go, before the second has come.
+        for number in self._numbers:
+            held = self.tables.held(number, row)
+            self.pools[number].hold(held)
+            self._release(number, row, held)
         self.free(pin_id)
         return nodes
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias, final
 
 from quire.tiers import Name
-from quire.tiers.two_queues import EvictedNames, TwoQueues
+from quire.tiers.use_order import UseOrder
 from quire.units import ceil_div
 
 NamedSize: TypeAlias = tuple[Name, int]  # a record's name, and its bytes
@@ -49,8 +49,8 @@ class KeptRecords(Protocol):
 
 
 @final
-class InTwoQueues:
-    """Records in the order of ``quire.tiers.two_queues``, as in host memory and files."""
+class ByUses:
+    """Records in the order of ``quire.tiers.use_order``, as in host memory."""
 
     def __init__(self, num_units: int, *, unit_bytes: int = 1, largest_bytes: int = 1) -> None:
         """``num_units``: of ``unit_bytes`` each; a record takes whole ones."""
@@ -60,9 +60,12 @@ class InTwoQueues:
         self._names: list[Name] = []  # by number
         self._units: list[int] = []
         self._free: list[int] = []  # numbers
-        expected = num_units // ceil_div(largest_bytes, unit_bytes)
-        self._order = TwoQueues(num_units, lambda number: self._units[number], expected=expected)
-        self._evicted_names = EvictedNames(expected)
+        self._order = UseOrder(
+            num_units,
+            num_units,
+            lambda number: self._units[number],
+            expected=num_units // ceil_div(largest_bytes, unit_bytes),
+        )
 
     @property
     def num_records(self) -> int:
@@ -102,8 +105,9 @@ class InTwoQueues:
             oldest = self._order.oldest(held)
             if oldest is None:
                 return None
-            self._evicted_names.add(self._names[oldest])
-            self.drop(self._names[oldest])
+            self._order.evict(oldest, self._names[oldest])
+            del self._numbers[self._names[oldest]]
+            self._free.append(oldest)
             self.num_evicted += 1
         if self._free:
             number = self._free.pop()
@@ -113,7 +117,7 @@ class InTwoQueues:
             self._names.append(name)
             self._units.append(units)
         self._numbers[name] = number
-        self._order.add(number, name, now_s, was_used=self._evicted_names.take(name))
+        self._order.add(number, name, now_s)
         return number
 
 

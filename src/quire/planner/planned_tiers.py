@@ -13,7 +13,7 @@ from quire.engine.kv_sizing import require_blocks
 from quire.errors import ConfigError
 from quire.kv import Accounting
 from quire.kv.interface import ExternalBlocks
-from quire.planner.kept_records import InTwoQueues, KeptRecords, LastUsed
+from quire.planner.kept_records import ByUses, KeptRecords, LastUsed
 from quire.spec import Group, KeptWhole
 from quire.tiers import TierAddress
 from quire.tiers.address import tier_names
@@ -142,7 +142,7 @@ class TierTable:
 
 # -- which tiers -----------------------------------------------------------------------------------
 
-_IN_TWO_QUEUES = ("memory", "file")  # others evict by last use, as a server with a maximum does
+_OWN = ("memory", "file")  # which no other server sees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +160,15 @@ class PlannedTier:
     @property
     def is_shared(self) -> bool:
         """Return whether all servers see one tier, and not each its own."""
-        return self.kind not in _IN_TWO_QUEUES
+        return self.kind not in _OWN
 
     @property
-    def is_in_two_queues(self) -> bool:
-        """Return whether it keeps records as ``two_queues`` does, and not by their last use."""
-        return self.kind in _IN_TWO_QUEUES
+    def keeps_by_uses(self) -> bool:
+        """Return whether it keeps records as ``use_order`` does, and not by their last use.
+
+        A folder, which looks at a sample of its files, keeps about what the last use would.
+        """
+        return self.kind == "memory"
 
     @property
     def block_bytes(self) -> int:
@@ -191,9 +194,9 @@ class PlannedTier:
 
     def make_records(self) -> KeptRecords:
         """Make what it would keep, empty at first."""
-        if self.capacity_bytes is None or not self.is_in_two_queues:
+        if self.capacity_bytes is None or not self.keeps_by_uses:
             return LastUsed(self.capacity_bytes)
-        return InTwoQueues(
+        return ByUses(
             self.capacity_bytes // self.unit_bytes,
             unit_bytes=self.unit_bytes,
             largest_bytes=max(self.record_bytes),

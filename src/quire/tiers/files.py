@@ -20,6 +20,7 @@ from urllib.parse import unquote
 
 from quire.errors import ConfigError
 from quire.tiers.address import TierAddress, parse_age
+from quire.tiers.evicted_names import EvictedNames
 from quire.tiers.fingerprint import LARGEST_DESCRIPTION_BYTES
 from quire.tiers.record_folder import (
     NAMESPACE_FILE,
@@ -36,7 +37,6 @@ from quire.tiers.tier import (
     TierTraits,
     TierUsage,
 )
-from quire.tiers.two_queues import EvictedNames
 from quire.units import ceil_div, format_bytes, parse_bytes
 
 DEFAULT_SIZE_BYTES = 10 * 2**30  # without an option
@@ -271,7 +271,8 @@ class FileTier:
                     with tier_errors(cannot):
                         tmp = written.enter_context(self._written(record))
                         written_ns = self._files.stamp_ns()
-                        used_ns = written_ns + (_STEP_NS if self._evicted.take(name) else 0)
+                        came_back = self._evicted.take(name) is not None
+                        used_ns = written_ns + (_STEP_NS if came_back else 0)
                         os.utime(tmp, ns=(used_ns, written_ns))
                     files.append((tmp, self._file(name), record.nbytes))
             except TierError:

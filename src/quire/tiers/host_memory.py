@@ -2,7 +2,7 @@
 
 The memory is one range of addresses, which the system backs when it is first written to. It is cut
 into pieces of an eighth of the largest record, and a record takes as many as it needs: groups with
-records of several sizes share the budget, and nothing is ever moved. ``two_queues`` says which
+records of several sizes share the budget, and nothing is ever moved. ``use_order`` says which
 record goes when there is no room.
 
 One lock guards what is where. Bytes are copied without it, and without Python's own: a record that
@@ -29,7 +29,7 @@ from quire.tiers.tier import (
     TierTraits,
     TierUsage,
 )
-from quire.tiers.two_queues import EvictedNames, TwoQueues
+from quire.tiers.use_order import UseOrder
 from quire.units import align_up, ceil_div, format_bytes, parse_bytes
 
 _PIECES = 8  # of the largest record
@@ -37,7 +37,8 @@ _LINE_BYTES = 64  # pieces begin at a cache line
 _FEWEST_PLACES = 1024  # of the table of names
 _CLEARED_AT_ONCE = 1024  # records, while other threads wait
 _MOST_EVICTED = 2**16  # names that wait to be taken
-_LOAD = 2 / 3  # of that table, at most
+_LOAD = 3 / 4  # of that table, at most
+_MOST_LENGTHS = 255  # of records, that are kept as a number of one byte
 _NONE = -1
 
 
@@ -92,12 +93,11 @@ class HostMemoryTier:
         self._first_free, self._num_fresh = _NONE, 0  # pieces below it were taken once
         self._names = _NameTable(num_pieces, ceil_div(num_pieces, needed))
         self._num_numbers, self._first_unused = 0, _NONE
-        self._lengths = np.empty(num_pieces, np.uint32).data
+        self._lengths = _RecordLengths(num_pieces)
         self._first_pieces = np.empty(num_pieces, np.int32).data
-        self._queues = TwoQueues(
-            num_pieces, self._count_pieces, expected=ceil_div(num_pieces, needed)
+        self._order = UseOrder(
+            num_pieces, num_pieces, self._count_pieces, expected=ceil_div(num_pieces, needed)
         )
-        self._evicted_names = EvictedNames(ceil_div(num_pieces, needed))
         self._evicted: deque[Name] | None = None  # None: nothing has asked for them yet
         self._held: dict[int, int] = {}  # by how many copies
         self._gone: set[int] = set()  # held, and no longer found
@@ -130,7 +130,7 @@ class HostMemoryTier:
                 now_s = self._clock()
                 for record in held[:count]:
                     if record not in self._gone:
-                        self._queues.use(record, self._names.name(record), now_s)
+                        self._order.use(record, self._names.name(record), now_s)
                 self._let_go(held)
         if held and not count:
             deadline.check("kv_tier=memory: load")
@@ -222,7 +222,7 @@ class HostMemoryTier:
             assert num_free + int(seen.sum()) == self._num_pieces
             found = {self._names.find(self._names.name(record)) for record in records}
             assert found == set(records)
-            assert sum(map(self._count_pieces, records)) == self._queues.total_weight
+            assert sum(map(self._count_pieces, records)) == self._order.total_weight
 
     # -- under the lock ----------------------------------------------------------------------------
 
@@ -244,14 +244,14 @@ class HostMemoryTier:
         """Take room for a record, by evicting others; None if there is none."""
         count = ceil_div(num_bytes, self._piece_bytes)
         while self._num_free < count:
-            oldest = self._queues.oldest(self._held)
+            oldest = self._order.oldest(self._held)
             if oldest is None:
                 return None
             name = self._names.name(oldest)
-            self._evicted_names.add(name)
             if self._evicted is not None:
                 self._evicted.append(name)
-            self._forget(oldest)
+            self._order.evict(oldest, name)
+            self._give_up(oldest)
         record = self._new_number()
         self._first_pieces[record] = self._take_pieces(count)
         self._lengths[record] = num_bytes
@@ -296,12 +296,15 @@ class HostMemoryTier:
             self._forget(other)
         self._gone.discard(record)
         self._names.add(record, name)
-        was_used = self._evicted_names.take(name)
-        self._queues.add(record, name, self._clock(), was_used=was_used)
+        self._order.add(record, name, self._clock())
 
     def _forget(self, record: int) -> None:
+        self._order.remove(record)
+        self._give_up(record)
+
+    def _give_up(self, record: int) -> None:
+        """Have a record no longer found, and give back its room once nothing copies it."""
         self._names.remove(record)
-        self._queues.remove(record)
         if record in self._held:
             self._gone.add(record)
         else:
@@ -358,16 +361,39 @@ class HostMemoryTier:
 
 
 @final
+class _RecordLengths:
+    """The bytes of each record, by its number. Most tiers see few lengths: one for each group."""
+
+    def __init__(self, most_records: int) -> None:
+        self._numbers = np.empty(most_records, np.uint8).data  # of a record's length, among …
+        self._known: list[int] = []  # … these
+        self._others: dict[int, int] = {}  # lengths that have no number, by record
+
+    def __getitem__(self, record: int) -> int:
+        number = self._numbers[record]
+        return self._known[number] if number < _MOST_LENGTHS else self._others[record]
+
+    def __setitem__(self, record: int, num_bytes: int) -> None:
+        self._others.pop(record, None)
+        if num_bytes in self._known:
+            self._numbers[record] = self._known.index(num_bytes)
+        elif len(self._known) < _MOST_LENGTHS:
+            self._numbers[record] = len(self._known)
+            self._known.append(num_bytes)
+        else:
+            self._numbers[record], self._others[record] = _MOST_LENGTHS, num_bytes
+
+
+@final
 class _NameTable:
-    """Numbers of records by name: a hash table with open addressing, some 40 bytes a record."""
+    """Numbers of records by name: a hash table with open addressing, some 37 bytes a record."""
 
     def __init__(self, most_records: int, expected: int) -> None:
         # Pages that no record needs are never backed; of the table of places each is.
         self._names = np.empty(most_records * NAME_BYTES, np.uint8).data
         self.num_records = 0
-        num_places = 1 << (max(_FEWEST_PLACES, int(expected / _LOAD)) - 1).bit_length()
-        self._places = np.zeros(num_places, np.int32).data  # a record's number + 1
-        self._mask = num_places - 1
+        self._num_places = max(_FEWEST_PLACES, int(expected / _LOAD) + 1)
+        self._places = np.zeros(self._num_places, np.int32).data  # a record's number + 1
 
     def name(self, record: int) -> Name:
         return bytes(self._names[record * NAME_BYTES : (record + 1) * NAME_BYTES])
@@ -389,21 +415,21 @@ class _NameTable:
 
     def remove(self, record: int) -> None:
         """Take a record out, and move those behind it to where they are found without it."""
-        places, mask = self._places, self._mask
+        places, count = self._places, self._num_places
         hole = self._place(self.name(record))
         at = hole
         while True:
-            at = (at + 1) & mask
+            at = (at + 1) % count
             if not places[at]:
                 break
             home = self._home(self.name(places[at] - 1))
-            if (at - home) & mask >= (at - hole) & mask:
+            if (at - home) % count >= (at - hole) % count:
                 places[hole], hole = places[at], at
         places[hole] = 0
         self.num_records -= 1
 
     def _home(self, name: Name) -> int:
-        return int.from_bytes(name[:8], "little") & self._mask
+        return int.from_bytes(name[:8], "little") % self._num_places
 
     def _place(self, name: Name) -> int:
         """Return where a name's record stands, or would."""
@@ -414,12 +440,12 @@ class _NameTable:
             start = (number - 1) * NAME_BYTES
             if names[start : start + NAME_BYTES] == name:
                 break
-            at = (at + 1) & self._mask
+            at = (at + 1) % self._num_places
         return at
 
     def _grow(self) -> None:
         records = self.records()
-        self._places = np.zeros(2 * len(self._places), np.int32).data
-        self._mask = len(self._places) - 1
+        self._num_places *= 2
+        self._places = np.zeros(self._num_places, np.int32).data
         for record in records:
             self._places[self._place(self.name(record))] = record + 1

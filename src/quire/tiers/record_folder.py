@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import final
 
 from quire.errors import ConfigError
+from quire.tiers.evicted_names import EvictedNames
 from quire.tiers.fingerprint import LARGEST_DESCRIPTION_BYTES, BadDescription, Fingerprint
 from quire.tiers.tier import Deadline, TierError, TierFull
-from quire.tiers.two_queues import NEW_SHARE, ROUND_S, EvictedNames
 from quire.units import align_up, format_bytes
 
 NUM_SHARDS = 256
@@ -50,6 +50,8 @@ _RECORD = re.compile(r"[0-9a-f]{64}")
 DISK_BLOCK_BYTES = 4096  # a file takes whole ones
 _LOOK_RECORDS = 4096  # that a search for the oldest ones sees at least: some 30 ms
 _LOOK_SHARE = 0.05  # of the bytes seen, which may go beyond what is needed
+NEW_SHARE = 0.5  # of the bytes, which new records keep from those that were used
+ROUND_S = 4.0  # in which what comes later counts as older, as the last blocks of a chain do
 _SLACK_SHARE = 0.02  # of the size, which goes beyond what is needed: to look less often
 _TIDY_S = 1.0  # between looks at a shard for what is too old
 _LEFT_BEHIND_S = 60.0  # a file in tmp that is older, and that no process writes, is removed

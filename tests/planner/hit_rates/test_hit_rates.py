@@ -27,7 +27,7 @@ from quire.planner.hit_rates.optimum import Optimum
 from quire.planner.hit_rates.policy_replay import PolicyReplay
 from quire.planner.hit_rates.stack_distances import infinite_hits, lru_curve, lru_hits
 from quire.planner.hit_rates.tiered import prefix_accounting
-from quire.planner.kept_records import InTwoQueues, KeptRecords, LastUsed
+from quire.planner.kept_records import ByUses, KeptRecords, LastUsed
 from quire.traces import TraceRequest
 
 TOKENS = 4  # of a hash id
@@ -343,10 +343,10 @@ def test_a_tier_adds_to_what_the_pool_finds_and_a_large_one_finds_all(
 
     pool = core_hits(prompts, size, "lru")
     assert found().hit_tokens == pool
-    small = found(InTwoQueues(most))
+    small = found(ByUses(most))
     assert pool == small.pool_hit_tokens <= small.hit_tokens <= infinite_hits(prompts)
     assert small.tiers[0].num_blocks <= most
     assert found(LastUsed(None)).hit_tokens == infinite_hits(prompts)
-    both = found(InTwoQueues(most), LastUsed(None))
+    both = found(ByUses(most), LastUsed(None))
     assert both.hit_tokens == infinite_hits(prompts)
     assert both.tiers[1].num_evicted == 0

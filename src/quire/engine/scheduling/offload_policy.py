@@ -561,9 +561,12 @@ class OffloadPolicy:
 
 @final
 class _Share:
-    """A mean of shares in which the latest weigh most, and which begins low."""
+    """A mean of shares in which the latest weigh most.
 
-    def __init__(self, value: float = 0.1, weight: float = 10.0, most: float = 50.0) -> None:
+    It begins in the middle: the first prompts find little because little came before them.
+    """
+
+    def __init__(self, value: float = 0.5, weight: float = 10.0, most: float = 50.0) -> None:
         self.value, self._weight, self._most = value, weight, most
 
     def note(self, share: float) -> None:

@@ -20,6 +20,7 @@ Clock: TypeAlias = Callable[[], float]  # seconds since some moment
 _NEW_SHARE = 0.2  # of a new measurement, in a mean of all
 _FITTED_EVERY = 16  # steps
 _LONGEST_BITS = 32  # of a step's number of tokens
+_NOISE = 0.1  # of a step's seconds, that no measurement tells from nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +52,24 @@ class Costs:
 
     @property
     def prices(self) -> Prices:
-        """The prices so far. Before the first step with a prompt, a token's price is infinite."""
+        """The prices so far. Before the first step with a prompt, a token's price is infinite.
+
+        A prompt reads as many entries as it has tokens, at least, so that both are its token's
+        price: steps with prompts alone do not tell them apart. And steps with few tokens take as
+        long as any other: they tell that price within their noise only. It is never below what the
+        noise of the longest kind of step may hide. At 0 no long prompt would be worth loading.
+        """
         if self._known is None or (not self._is_given and self._num_steps >= self._fits_at):
             self._fits_at = self._num_steps + min(self._num_steps, _FITTED_EVERY)
-            step_s, token_s, _ = _fit(self._moments.sum(axis=0), self._parts.sum(axis=0))
-            self._known = Prices(step_s=step_s, token_s=token_s if self._takes_text else inf)
+            step_s, token_s, read_s = _fit(self._moments.sum(axis=0), self._parts.sum(axis=0))
+            token_s = max(token_s + read_s, self._least_token_s()) if self._takes_text else inf
+            self._known = Prices(step_s=step_s, token_s=token_s)
         return self._known
+
+    def _least_token_s(self) -> float:
+        """Return what a token may take at least, for all that measured steps tell."""
+        longest = self._parts[self._parts.any(axis=1)][-1]  # tokens as a part of its seconds
+        return _NOISE / float(longest[1])
 
     @property
     def swap_pays(self) -> bool:

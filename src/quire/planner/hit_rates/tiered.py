@@ -17,7 +17,7 @@ import numpy as np
 
 from quire.kv import CacheConfig, Extension, Fits, PagedAccounting
 from quire.planner.hit_rates.prefix_tree import TELL_EVERY, OnRequest, Prompts
-from quire.planner.kept_records import InTwoQueues, KeptRecords, LastUsed
+from quire.planner.kept_records import ByUses, KeptRecords, LastUsed
 from quire.planner.planned_tiers import RECORDS_A_CALL, PlannedTier
 from quire.spec import FullAttention, Group
 from quire.tiers import Name
@@ -58,9 +58,9 @@ class TieredHits:
 def kept_blocks(tier: PlannedTier, block_tokens: int) -> KeptRecords:
     """Make what a tier keeps, counted in the trace's blocks of ``block_tokens``."""
     num_blocks = None if tier.num_tokens is None else tier.num_tokens // block_tokens
-    if num_blocks is None or not tier.is_in_two_queues:
+    if num_blocks is None or not tier.keeps_by_uses:
         return LastUsed(num_blocks)
-    return InTwoQueues(num_blocks)
+    return ByUses(num_blocks)
 
 
 def prefix_accounting(num_blocks: int, policy: str, *, longest: int) -> PagedAccounting:

@@ -15,6 +15,7 @@ from quire.config import EngineConfig
 from quire.engine.llm import LLM
 from quire.engine.sequence import Sequence
 from quire.kv import CellState, Occupancy
+from quire.kv.interface import found_block_size
 from quire.server.dashboard.frames import (
     LETTERS,
     About,
@@ -243,7 +244,7 @@ def about(llm: LLM, *, chats: bool) -> About:
     return About(
         model=llm.name,
         strategy=llm.config.cache,
-        block_size=llm.config.block_size,
+        block_size=found_block_size(accounting, llm.config.block_size),
         max_model_len=llm.max_model_len,
         max_num_seqs=llm.config.max_num_seqs,
         chats=chats,

@@ -18,6 +18,7 @@ from quire.engine.llm import LLM
 from quire.engine.scheduling.offload_policy import OffloadReport
 from quire.engine.statistics import Histogram, Statistics
 from quire.kv import Usage
+from quire.kv.interface import found_block_size
 
 # -- what the server counts ------------------------------------------------------------------------
 
@@ -143,10 +144,11 @@ def read(llm: LLM, counts: Counts) -> MetricReading:
 def _cache_config(llm: LLM) -> Mapping[str, str]:
     """Return the cache's configuration under vLLM's names."""
     config, capacity_bytes = llm.config, llm.elastic.capacity_bytes
-    block_bytes = sum(group.bytes_for(config.block_size) for group in llm.spec.groups)
+    block_size = found_block_size(llm.accounting, config.block_size)
+    block_bytes = sum(group.bytes_for(block_size) for group in llm.spec.groups)
     return MappingProxyType(
         {
-            "block_size": str(config.block_size),
+            "block_size": str(block_size),
             "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": str(config.enable_prefix_caching),
             "kv_cache_memory_bytes": str(capacity_bytes),
