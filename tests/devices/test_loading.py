@@ -53,7 +53,8 @@ def test_weights_that_do_not_fit_stay_in_host_memory(monkeypatch: pytest.MonkeyP
     with pretend.cuda(total_bytes=16 * GIB):
         monkeypatch.setattr(placed, "find_spec", lambda _: None)
         with pytest.raises(
-            ConfigError, match=r"some take 20.* GiB, and cuda:0 has 16.* GiB free.*quire-kv\[offload\]"
+            ConfigError,
+            match=r"some take 20.* GiB, and cuda:0 has 16.* GiB free.*quire-kv\[offload\]",
         ):
             device_map("some", 20 * GIB, CUDA)
         monkeypatch.setattr(placed, "find_spec", lambda _: object())

@@ -152,7 +152,9 @@ def _pictures(paths: Iterable[Path]) -> list[Any]:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ConfigError(f"--image needs Pillow ({error}): pip install 'quire-kv[images]'") from error
+        raise ConfigError(
+            f"--image needs Pillow ({error}): pip install 'quire-kv[images]'"
+        ) from error
     found: list[Any] = []
     for path in several:
         try:

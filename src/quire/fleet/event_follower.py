@@ -226,7 +226,8 @@ class ZmqFollower:
             import zmq
         except ImportError as error:
             raise ConfigError(
-                f"events of replicas are followed with pyzmq ({error}): pip install quire-kv[events]"
+                f"events of replicas are followed with pyzmq ({error}): "
+                f"pip install 'quire-kv[events]'"
             ) from error
         with self._lock:
             if self._thread is None:

@@ -184,6 +184,6 @@ def _exporting(endpoint: str) -> Any:
 
 def _missing(error: ImportError) -> ConfigError:
     return ConfigError(
-        f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'quire-kv[otel]', or leave "
-        f"the option out"
+        f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'quire-kv[otel]', or "
+        f"leave the option out"
     )
