@@ -69,6 +69,7 @@ SAME = {
     "reserve": "request",
     "speculative_config": {"num_speculative_tokens": 2},
     "seed": 1,
+    "limit_mm_per_prompt": {"image": 1},
     "kv_events_config": {"enable_kv_cache_events": True},
     "kv_tier": ("memory:?size=1GiB",),
     "kv_tier_trusted": True,

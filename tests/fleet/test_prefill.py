@@ -278,7 +278,7 @@ def test_short_prompts_do_not_tell_what_a_long_one_costs() -> None:
         for _ in range(20):
             costs.note_step(9, 1, 9, 0.02)  # a prompt takes no longer than a sequence's next token
             costs.note_step(1, 1, 500, 0.02)
-        assert costs.prices.token_s == 0
+        assert not costs.prices.tokens_are_told
         assert load_of(llm, []).compute_s_per_token is None
         for _ in range(20):
             costs.note_step(512, 1, 512, 0.02 + 512e-3)

@@ -70,6 +70,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "kv_tier_write": "nothing",
         "kv_offloading_size": "nothing",
         "kv_transfer_config": "nothing",
+        "limit_mm_per_prompt": "nothing",
         "seed": "nothing",
     }
 )

@@ -256,10 +256,10 @@ def _place_of(address: TierAddress, *, is_shared: bool) -> str | None:
 def load_of(llm: LLM, sequences: list[Sequence]) -> Load:
     """Return an engine's load, between two steps: what ``AsyncLLM.inspect`` calls."""
     scheduler = llm.engine.scheduler
-    step_s, token_s = scheduler.costs.prices.step_s, scheduler.costs.prices.token_s
-    # Infinite before the first prompt. Zero where steps with prompts took no longer than others:
-    # the prompts were too short to tell, and a long one is not free.
-    known = token_s if isfinite(token_s) and token_s > 0 else None
+    prices = scheduler.costs.prices
+    # Not told before the first prompt, nor where steps with prompts took no longer than others: the
+    # prompts were too short to tell, and a long one is not free.
+    known = prices.token_s if prices.tokens_are_told and isfinite(prices.token_s) else None
     # A sequence that decodes has one token that is not computed: its last one.
     queued = (own.num_tokens - own.num_computed_tokens for own in sequences)
     return Load(
@@ -268,7 +268,7 @@ def load_of(llm: LLM, sequences: list[Sequence]) -> Load:
         queued_tokens=sum(tokens for tokens in queued if tokens > 1),
         compute_s_per_token=known,
         load_s_per_block=_load_s_per_block(llm),
-        decode_s_per_step=step_s + scheduler.num_running * (known or 0.0),
+        decode_s_per_step=prices.step_s + scheduler.num_running * (known or 0.0),
         max_num_batched_tokens=llm.config.max_num_batched_tokens,
         max_num_seqs=llm.config.max_num_seqs,
     )

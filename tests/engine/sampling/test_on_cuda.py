@@ -32,7 +32,7 @@ def test_a_mixed_batch_is_what_it_is_on_the_host(gpu: Any) -> None:
     there = logits.to("cuda")
     gpu.reset()
     assert LogitsSampler(0, EOS).sample(there, plan) == want
-    assert gpu.waits == ["stream"]
+    assert gpu.waits == ["event"]
     assert (gpu.num_uploads, gpu.num_downloads) == (1, 1)
 
 
@@ -50,7 +50,7 @@ def test_a_step_of_decoding_is_waited_for_once(
     for num_rows in (2, 6):
         gpu.reset()
         sampler.sample(logits, plan_of(batch[:num_rows]))
-        assert gpu.waits == ["stream"]
+        assert gpu.waits == ["event"]
         assert (gpu.num_uploads, gpu.num_downloads) == (num_uploads, 1)
         launches.append(len(gpu.launches))
     assert launches[0] == launches[1], "the number of operations grows with the rows"
@@ -74,7 +74,7 @@ def test_of_a_step_without_draws_nothing_comes_back(gpu: Any) -> None:
     plan = StepPlan.of([Chunk(sequence=own, start=0, stop=2, samples=False)])
     gpu.reset()
     assert LogitsSampler().sample(torch.empty(0, 50, device="cuda"), plan) == []
-    assert gpu.waits == ["stream"]
+    assert gpu.waits == ["event"]
     assert (gpu.num_uploads, gpu.num_downloads) == (0, 0)
 
 

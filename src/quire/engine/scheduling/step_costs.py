@@ -29,6 +29,7 @@ class Prices:
 
     step_s: float  # for any step …
     token_s: float  # … and for each of its tokens
+    tokens_are_told: bool = True  # by what was measured; else that is what its noise may hide
 
 
 class Costs:
@@ -62,8 +63,12 @@ class Costs:
         if self._known is None or (not self._is_given and self._num_steps >= self._fits_at):
             self._fits_at = self._num_steps + min(self._num_steps, _FITTED_EVERY)
             step_s, token_s, read_s = _fit(self._moments.sum(axis=0), self._parts.sum(axis=0))
-            token_s = max(token_s + read_s, self._least_token_s()) if self._takes_text else inf
-            self._known = Prices(step_s=step_s, token_s=token_s)
+            self._known = Prices(step_s=step_s, token_s=inf, tokens_are_told=False)
+            if self._takes_text:
+                told, least = token_s + read_s, self._least_token_s()
+                self._known = Prices(
+                    step_s=step_s, token_s=max(told, least), tokens_are_told=told >= least
+                )
         return self._known
 
     def _least_token_s(self) -> float:
