@@ -65,7 +65,7 @@ def test_prompt_logprobs_come_with_the_tokens(gpu: Any) -> None:
     gpu.reset()
     assert LogitsSampler().sample(logits.to("cuda"), plan) == [want]
     assert own.prompt_logprobs == told
-    assert gpu.waits == ["upload", "stream"], "the first is the test's own"
+    assert gpu.waits == ["upload", "event"], "the first is the test's own"
 
 
 def test_of_a_step_without_draws_nothing_comes_back(gpu: Any) -> None:
