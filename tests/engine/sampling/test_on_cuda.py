@@ -73,6 +73,7 @@ def test_of_a_step_without_draws_nothing_comes_back(gpu: Any) -> None:
     own = sequence([1, 2, 3])
     plan = StepPlan.of([Chunk(sequence=own, start=0, stop=2, samples=False)])
     gpu.reset()
+    torch.ones(3, device="cuda").add_(1)  # a step's work
     assert LogitsSampler().sample(torch.empty(0, 50, device="cuda"), plan) == []
     assert gpu.waits == ["event"]
     assert (gpu.num_uploads, gpu.num_downloads) == (0, 0)
