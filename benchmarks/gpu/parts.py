@@ -30,7 +30,7 @@ class Part:
 
 ENVIRONMENT = "environment"
 _TESTS = ("torch", "numpy", "pytest", "hypothesis")
-_QUIRE = ("torch", "numpy", "transformers", "safetensors", "msgspec", "xxhash")
+_QUIRE = ("transformers", "safetensors", "msgspec", "xxhash")
 _ENGINES = (*_TESTS, *_QUIRE)
 PARTS: Mapping[str, Part] = MappingProxyType(
     {
@@ -75,7 +75,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         ),
         "decode": Part(limit_s=120, quiet_s=120),
         "prefill": Part(limit_s=120, quiet_s=120),
-        "throughput": Part(limit_s=300, quiet_s=180, needs=_QUIRE),
+        "throughput": Part(limit_s=300, quiet_s=180, needs=("torch", "numpy", *_QUIRE)),
         "flashinfer": Part(
             limit_s=420,
             quiet_s=300,  # it compiles a kernel for each width and dtype, a minute each

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,17 @@ from quire.memory.page_cache import PageCacheMemory
 GIB = 2**30
 
 
+def is_mapped(address: int) -> bool:
+    if sys.platform != "linux":
+        pytest.skip("the list of mappings is Linux's")
+    with Path("/proc/self/maps").open("rb") as maps:  # line by line: a whole text could land there
+        for line in maps:
+            start, stop = (int(edge, 16) for edge in line.split(None, 1)[0].split(b"-"))
+            if start <= address < stop:
+                return True
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCase:
     """One provider under test."""
@@ -42,8 +53,7 @@ class MemoryCase:
     in_heaps: Callable[[], int]  # bytes of pages of all heaps that are alive
     reads_zeros: bool = True  # where nothing is committed, or shown
     poll: Callable[[], object] = bool  # gives back what is given back with the next call only
-    # Whether an address belongs to a reservation; where the system has a list of them.
-    is_reserved: Callable[[int], bool] = field(default_factory=lambda: is_mapped)
+    is_reserved: Callable[[int], bool] = is_mapped  # whether an address is one of a region
 
 
 def host_case(provider: MemoryProvider) -> MemoryCase:
@@ -193,17 +203,6 @@ def rollup_bytes(field: str) -> int:
     """A figure of this process's memory: ``Pss_Shmem`` counts a page once, wherever it is seen."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def is_mapped(address: int) -> bool:
-    if sys.platform != "linux":
-        pytest.skip("the list of mappings is Linux's")
-    with Path("/proc/self/maps").open("rb") as maps:  # line by line: a whole text could land there
-        for line in maps:
-            start, stop = (int(edge, 16) for edge in line.split(None, 1)[0].split(b"-"))
-            if start <= address < stop:
-                return True
-    return False
 
 
 def run_alone(*code: str) -> None:

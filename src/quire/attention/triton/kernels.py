@@ -277,7 +277,7 @@ def load_wide(place, at, WIDTH: tl.constexpr, ROOM: tl.constexpr):
     ],
     do_not_specialize_on_alignment=["query_starts", "context_lens", "tables", "sinks"],
 )  # fmt: skip
-def attend(  # noqa: PLR0913, PLR0915
+def attend(  # noqa: C901, PLR0913, PLR0915
     out, part_out, part_max, part_sum, q,
     k: tl.int64, v: tl.int64, k_scale: tl.int64, v_scale: tl.int64, sinks,
     query_starts, context_lens, tables,
@@ -336,45 +336,50 @@ def attend(  # noqa: PLR0913, PLR0915
     mask = exists[:, None] & (key_at < KEY)[None, :]
     queries = wide(tl.load(from_q + key_at[None, :], mask, 0.0), EMULATED)
     queries = factor(queries, DTYPE, EMULATED)
-    turned = queries
-    if LATENT:  # what meets the rotary key
+    turned = queries  # what meets the rotary key, where there is one
+    if LATENT:
         mask = exists[:, None] & (value_at < VALUE)[None, :]
         turned = wide(tl.load(from_q + KEY + value_at[None, :], mask, 0.0), EMULATED)
         turned = factor(turned, DTYPE, EMULATED)
 
     keys_at = elements_at(k, STORED, ALIGNED) + kv_head.to(tl.int64) * k_head
     values_at = elements_at(v, STORED, ALIGNED) + kv_head.to(tl.int64) * v_head
-    key_scales_at = keys_at
+    key_scales_at = keys_at  # where there are some
     value_scales_at = values_at
     if KEPT == "int8":
         key_scales_at = elements_at(k_scale, tl.float32, 4) + kv_head.to(tl.int64) * scale_head
         value_scales_at = elements_at(v_scale, tl.float32, 4) + kv_head.to(tl.int64) * scale_head
     table = tables + seq.to(tl.int64) * table_seq
-    range_start = tl.load(table).to(tl.int64)  # of a range, whose table has that one entry
+    range_start = seq.to(tl.int64)
+    if BLOCK == 0:  # a range: the table's one entry is where it begins
+        range_start = tl.load(table).to(tl.int64)
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, OUT_ROOM], tl.float32)
+    stop_masked = end
     if SEVERAL:
         # Steps of which every query reads every token need no mask. They are most of a long
-        # chunk's; the steps at the walk's ends come first, in a loop of their own.
+        # chunk's; the steps at the walk's ends come first, in a row.
         last = tl.minimum(context - count + first + QUERIES, context) - 1
         lowest = tl.maximum(start, live_start(last, reach, READS))
         whole_from = tl.minimum(tl.maximum(tl.cdiv(lowest, TOKENS) * TOKENS, walk), end)
         whole_to = tl.minimum(end, context - count + first + 1) // TOKENS * TOKENS
         whole_to = tl.maximum(whole_to, whole_from)
-        before = tl.cdiv(whole_from - walk, TOKENS)
-        for number in range(0, before + tl.cdiv(end - whole_to, TOKENS)):
-            behind = whole_to + (number - before) * TOKENS
-            at = tl.where(number < before, walk + number * TOKENS, behind)
-            best, total, result = step(
-                at, best, total, result, queries, turned, keys_at, values_at, key_scales_at,
-                value_scales_at, table, range_start, start, end, position, low,
-                k_row, k_token, k_dim, v_row, v_token, v_dim, scale_row, scale_token,
-                scale, cap_in, cap_out,
-                BLOCK, KEY, VALUE, KEY_ROOM, VALUE_ROOM, LATENT, KEPT, CAPPED, SHORT_RANGE, True,
-                TOKENS, DTYPE, FP8_CONVERTS, EMULATED,
-            )  # fmt: skip
+        stop_masked = whole_from + (end - whole_to)
+    for masked in range(walk, stop_masked, TOKENS):
+        at = masked
+        if SEVERAL:
+            at = tl.where(masked < whole_from, masked, masked - whole_from + whole_to)
+        best, total, result = step(
+            at, best, total, result, queries, turned, keys_at, values_at, key_scales_at,
+            value_scales_at, table, range_start, start, end, position, low,
+            k_row, k_token, k_dim, v_row, v_token, v_dim, scale_row, scale_token,
+            scale, cap_in, cap_out,
+            BLOCK, KEY, VALUE, KEY_ROOM, VALUE_ROOM, LATENT, KEPT, CAPPED, SHORT_RANGE, True,
+            TOKENS, DTYPE, FP8_CONVERTS, EMULATED,
+        )  # fmt: skip
+    if SEVERAL:
         for at in range(whole_from, whole_to, TOKENS):
             best, total, result = step(
                 at, best, total, result, queries, turned, keys_at, values_at, key_scales_at,
@@ -382,16 +387,6 @@ def attend(  # noqa: PLR0913, PLR0915
                 k_row, k_token, k_dim, v_row, v_token, v_dim, scale_row, scale_token,
                 scale, cap_in, cap_out,
                 BLOCK, KEY, VALUE, KEY_ROOM, VALUE_ROOM, LATENT, KEPT, CAPPED, SHORT_RANGE, False,
-                TOKENS, DTYPE, FP8_CONVERTS, EMULATED,
-            )  # fmt: skip
-    else:
-        for at in range(walk, end, TOKENS):
-            best, total, result = step(
-                at, best, total, result, queries, turned, keys_at, values_at, key_scales_at,
-                value_scales_at, table, range_start, start, end, position, low,
-                k_row, k_token, k_dim, v_row, v_token, v_dim, scale_row, scale_token,
-                scale, cap_in, cap_out,
-                BLOCK, KEY, VALUE, KEY_ROOM, VALUE_ROOM, LATENT, KEPT, CAPPED, SHORT_RANGE, True,
                 TOKENS, DTYPE, FP8_CONVERTS, EMULATED,
             )  # fmt: skip
 
