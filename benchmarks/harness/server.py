@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _COMMAND = "from quire.cli import main; main()"
 
 
@@ -38,8 +38,13 @@ class ServerProcess:
 
     def cpu_s(self) -> float:
         """Seconds on any processor so far."""
-        fields = (Path("/proc") / str(self.pid) / "stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) * TICK_S
+        return parent_and_cpu_s(self.pid)[1]
+
+
+def parent_and_cpu_s(pid: int) -> tuple[int, float]:
+    """A process's parent, and its seconds on any processor so far. Raises: OSError."""
+    fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return int(fields[1]), (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 @contextmanager
