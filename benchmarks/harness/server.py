@@ -83,9 +83,7 @@ def server(
         if group is not None:
             (group / "cgroup.procs").write_text("0")
 
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        port = own.getsockname()[1]
+    port = free_port()
     said = subprocess.DEVNULL if log is None else log.open("wb")
     child = subprocess.Popen(
         [sys.executable, "-c", _COMMAND, command, "--port", str(port), *flags],
@@ -104,6 +102,14 @@ def server(
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+
+
+def free_port() -> int:
+    """A port of loopback that was free just now."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        port: int = own.getsockname()[1]
+    return port
 
 
 def _wait_until_open(child: "subprocess.Popen[bytes]", port: int) -> None:
