@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.report import WithClaims
-from benchmarks.harness.server import TICK_S, ServerProcess, post, server, wire
+from benchmarks.harness.server import ServerProcess, parent_and_cpu_s, post, server, wire
 
 NUM_TOKENS = 16
 WARM = 5  # rounds that are not counted
@@ -60,8 +60,7 @@ def main(
         server(*_FLAGS, *one_thread, command="fleet") as fleet,
     ):
         times = asyncio.run(_first_bytes(alone.port, fleet.port, rounds))
-        used: dict[str, dict[str, float]] = {"serve": {}, "fleet": {}}
-        rates = asyncio.run(_rates({"serve": alone, "fleet": fleet}, at_once, each, used))
+        rates, used = asyncio.run(_rates({"serve": alone, "fleet": fleet}, at_once, each))
     console, claims = Console(), []
     table = Table(title=f"{rounds} rounds, {NUM_TOKENS} tokens each, ms", title_justify="left")
     for column in ("asked", "first byte", "p10", "p90", "whole"):
@@ -101,13 +100,10 @@ def main(
             notes={"fleet": rates["fleet"], "serve": rates["serve"]},
         )
     )
-    used_ms = {
-        name: {part: 1e3 * seconds / (len(rates[name]) * at_once * each) for part, seconds in own}
-        for name, own in ((name, parts.items()) for name, parts in used.items())
-    }
-    for name, own in used_ms.items():
-        parts = ", ".join(f"{part} {value:.2f}" for part, value in own.items())
-        console.print(f"{name}: ms of a processor for each request: {parts}")
+    for name, parts in used.items():
+        count = len(rates[name]) * at_once * each
+        told = ", ".join(f"{part} {1e3 * seconds / count:.2f}" for part, seconds in parts.items())
+        console.print(f"{name}: ms of a processor for each request: {told}")
     for claim in claims:
         console.print(
             f"{claim.claim}: {claim.ours:.2f} against {claim.peer:.2f} {claim.unit}, "
@@ -152,11 +148,11 @@ async def _first_bytes(alone: int, fleet: int, rounds: int) -> dict[str, list[tu
 
 
 async def _rates(
-    ways: dict[str, ServerProcess], at_once: int, each: int, used: dict[str, dict[str, float]]
-) -> dict[str, list[float]]:
+    ways: dict[str, ServerProcess], at_once: int, each: int
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
     """Requests a second, of rounds that take turns; each client has a prompt of its own.
 
-    ``used`` gets seconds of processors that each part took, of its own rounds.
+    And the seconds of processors that each part of a way took in its own rounds.
     """
 
     async def client(port: int, number: int) -> None:
@@ -165,6 +161,7 @@ async def _rates(
                 await own.ask(_body(f"client {number}: {_PROMPT}"))
 
     rates: dict[str, list[float]] = {name: [] for name in ways}
+    used: dict[str, dict[str, float]] = {name: defaultdict(float) for name in ways}
     for turn in range(6):
         for name, way in ways.items():
             before, begun_s = _cpu_s(way), perf_counter()
@@ -172,20 +169,18 @@ async def _rates(
             if turn:
                 rates[name].append(at_once * each / (perf_counter() - begun_s))
                 for part, after_s in _cpu_s(way).items():
-                    own_s = after_s - before.get(part, 0.0)
-                    used[name][part] = used[name].get(part, 0.0) + own_s
-    return rates
+                    used[name][part] += after_s - before[part]
+    return rates, used
 
 
-def _cpu_s(way: ServerProcess) -> dict[str, float]:
+def _cpu_s(way: ServerProcess) -> defaultdict[str, float]:
     """Seconds of processors so far, of this process and of those that a server consists of."""
     seconds = defaultdict[str, float](float)
     parents, used_s = dict[int, int](), dict[int, float]()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            words = (folder / "stat").read_text().rpartition(")")[2].split()
             pid = int(folder.name)
-            parents[pid], used_s[pid] = int(words[1]), (int(words[11]) + int(words[12])) * TICK_S
+            parents[pid], used_s[pid] = parent_and_cpu_s(pid)
     for pid, own_s in used_s.items():
         if pid == os.getpid():
             seconds["client"] += own_s

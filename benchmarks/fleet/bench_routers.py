@@ -33,7 +33,7 @@ import typer
 from benchmarks.fleet.bench_simulated import EVENTS
 from benchmarks.fleet.processes import OPTIONS, replicas_of, running
 from benchmarks.harness.report import Output, Run, Table, WithClaims
-from benchmarks.harness.server import ask, post, server
+from benchmarks.harness.server import ask, free_port, post, server
 from quire.fleet.event_follower import ZmqFollower
 from quire.fleet.placement import PrefixAware
 from quire.fleet.prefix_directory import PrefixDirectory
@@ -93,19 +93,13 @@ async def played(load: Load, asked: Ask, at_once: int) -> list[float]:
 # -- servers behind vllm-router --------------------------------------------------------------------
 
 
-def _free_port() -> int:
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        return int(own.getsockname()[1])
-
-
 @contextmanager
 def routed(router: Path, ports: list[int], threshold: int) -> Iterator[int]:
     """vllm-router before servers, at the port that is returned."""
-    port = _free_port()
+    port = free_port()
     command = [
         *(str(router), "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"),
-        *("--balance-abs-threshold", str(threshold), "--prometheus-port", str(_free_port())),
+        *("--balance-abs-threshold", str(threshold), "--prometheus-port", str(free_port())),
         *("--worker-urls", *(f"http://127.0.0.1:{each}" for each in ports)),
     ]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _COMMAND = "from quire.cli import main; main()"
 
 
@@ -38,8 +38,13 @@ class ServerProcess:
 
     def cpu_s(self) -> float:
         """Seconds on any processor so far."""
-        fields = (Path("/proc") / str(self.pid) / "stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) * TICK_S
+        return parent_and_cpu_s(self.pid)[1]
+
+
+def parent_and_cpu_s(pid: int) -> tuple[int, float]:
+    """A process's parent, and its seconds on any processor so far. Raises: OSError."""
+    fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return int(fields[1]), (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 @contextmanager
@@ -78,9 +83,7 @@ def server(
         if group is not None:
             (group / "cgroup.procs").write_text("0")
 
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        port = own.getsockname()[1]
+    port = free_port()
     said = subprocess.DEVNULL if log is None else log.open("wb")
     child = subprocess.Popen(
         [sys.executable, "-c", _COMMAND, command, "--port", str(port), *flags],
@@ -99,6 +102,14 @@ def server(
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+
+
+def free_port() -> int:
+    """A port of loopback that was free just now."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        port: int = own.getsockname()[1]
+    return port
 
 
 def _wait_until_open(child: "subprocess.Popen[bytes]", port: int) -> None:

@@ -43,7 +43,7 @@ import torch
 import typer
 
 from benchmarks.engine.model import make
-from benchmarks.harness.server import server
+from benchmarks.harness.server import free_port, server
 from quire import LLM, SamplingParams
 from quire.models.loader import LoadedModel, load
 from quire.tiers import Deadline
@@ -239,9 +239,9 @@ def _first_tokens(
     waits = {"wait_s": wait_s}
     ways: Ways = {
         "a Unix socket": (f"unix:{folder}/peer", {}),
-        "TCP, trusted": (f"tcp://127.0.0.1:{_free_port()}", {"kv_tier_trusted": True}),
+        "TCP, trusted": (f"tcp://127.0.0.1:{free_port()}", {"kv_tier_trusted": True}),
         "TCP, sealed": (
-            f"tcp://127.0.0.1:{_free_port()}",
+            f"tcp://127.0.0.1:{free_port()}",
             {"kv_tier_key": str(folder / "key")},
         ),
     }
@@ -460,12 +460,6 @@ def _answer(pipe: Connection) -> Any:
 
 def _tell(what: str) -> None:
     print(f"{time.perf_counter() - BEGUN_S:6.1f} s: {what}", file=sys.stderr, flush=True)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
 
 
 def _spread(values: list[float], unit: str = "", digits: int = 3) -> str:

@@ -12,6 +12,10 @@ def piece(text: str = "a", **more: Any) -> TextDelta:
     return TextDelta(**{"index": 0, "text": text, "token_ids": (1,), "finish_reason": None, **more})
 
 
+async def read(pieces: AsyncGenerator[TextDelta, None]) -> list[TextDelta]:
+    return [delta async for delta in pieces]
+
+
 LAST = piece("z", finish_reason="length")
 
 

@@ -209,9 +209,7 @@ def test_a_stream_that_cannot_go_on_ends_with_one_error_event() -> None:
             assert "several continuations" in errors[0]["message"]
             assert answer.events[-1] == "[DONE]"
             fleet.replicas[1].mode = "dead"
-            async with asyncio.timeout(10):
-                while fleet.engine.failure is None:
-                    await asyncio.sleep(0.01)
+            await until(lambda: fleet.engine.failure is not None)
             for path in ("/v1/completions", "/v1/chat/completions"):
                 asked = {"prompt": TEXT} if path == "/v1/completions" else {"messages": MESSAGES}
                 refused = await client.post(path, asked)
@@ -284,9 +282,7 @@ def test_the_fleet_is_seen() -> None:
                 assert (await alice.post("/v1/completions", body)).status == 200
             fleet.replicas[1].dies_at = 3 + fleet.replicas[1].num_pieces
             assert (await alice.post("/v1/completions", body)).status == 200
-            async with asyncio.timeout(10):
-                while fleet.engine.members["b"].state != "lost":
-                    await asyncio.sleep(0.01)
+            await until(lambda: fleet.engine.members["b"].state == "lost")
             assert (await alice.get("/fleet")).status in (401, 403)
             seen = (await root.get("/fleet")).json
             first, second = seen["replicas"]
@@ -364,9 +360,7 @@ def test_quire_top_shows_the_replicas() -> None:
             for _ in range(3):
                 assert (await client.post("/v1/completions", body)).status == 200
             fleet.replicas[1].mode = "dead"
-            async with asyncio.timeout(10):
-                while fleet.engine.members["b"].state != "lost":
-                    await asyncio.sleep(0.01)
+            await until(lambda: fleet.engine.members["b"].state == "lost")
             text = (await client.get("/fleet")).body
         view = FleetView("http://door", msgspec.json.decode(text, type=FleetStatus))
         title, heading, first, second, why, *_ = shown(view).splitlines()

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from fleet.replicas import until
-from fleet.scripted import LAST, Scripted, piece
+from fleet.scripted import LAST, Scripted, piece, read
 from quire import SamplingParams
-from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.fleet import door_connection
@@ -84,10 +83,6 @@ async def joined(
     finally:
         await inbox.close()
         listener.close()
-
-
-async def read(pieces: AsyncGenerator[TextDelta, None]) -> list[TextDelta]:
-    return [delta async for delta in pieces]
 
 
 def test_answers_come_whole() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fleet.replicas import BreakableReplica, engine, fleet_of
+from fleet.replicas import BreakableReplica, engine, fleet_of, until
 from quire import AsyncLLM, SamplingParams
 from quire.engine.outputs import TextDelta
 from quire.errors import ConfigError, QuireError, RequestError
@@ -141,9 +141,7 @@ def test_two_hundred_streams_while_a_replica_is_killed() -> None:
             assert fleet.engine.num_resumed > 0
             assert fleet.outcomes()["lost"] >= fleet.engine.num_resumed + num_errors
             victim.mode, victim.dies_at = "works", None
-            async with asyncio.timeout(10):
-                while fleet.engine.members["a"].state != "up":
-                    await asyncio.sleep(0.01)
+            await until(lambda: fleet.engine.members["a"].state == "up")
 
     run(ask())
 
@@ -221,9 +219,7 @@ def test_a_frozen_replica_is_waited_for_no_longer_than_the_timeout() -> None:
             is_whole(await read(fleet.engine, PROMPTS[0], params), want)
             assert len(fleet.replicas[0].requests) == 1
             fleet.replicas[0].mode = "works"
-            async with asyncio.timeout(10):
-                while member.state != "up":
-                    await asyncio.sleep(0.01)
+            await until(lambda: member.state == "up")
 
     run(ask())
 
@@ -240,9 +236,7 @@ def test_a_reader_between_two_pieces_finds_a_frozen_replica_too() -> None:
                 found = Read()
                 found.add(await anext(stream))
                 fleet.replicas[0].mode = "frozen"
-                async with asyncio.timeout(10):
-                    while fleet.engine.members["a"].state != "lost":
-                        await asyncio.sleep(0.01)
+                await until(lambda: fleet.engine.members["a"].state == "lost")
                 watching = fleet.engine.members["a"].watching
                 assert watching is not None
                 watching.cancel()  # the next report that does not come would end the wait, too

@@ -2,16 +2,15 @@
 
 import asyncio
 import pickle
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
 
 from fleet.replicas import engine, until
-from fleet.scripted import LAST, Scripted, piece
+from fleet.scripted import LAST, Scripted, piece, read
 from quire import SamplingParams
-from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
 from quire.errors import RequestError, RequestTooLong
 from quire.fleet import shared_stream
@@ -74,10 +73,6 @@ async def joined(replica: Any) -> AsyncIterator[tuple[Inbox, Wire, Outbox]]:
 
 async def request(prompt: str = PROMPTS[0], params: SamplingParams = GREEDY) -> Request:
     return await engine("alone").request(prompt, params)
-
-
-async def read(pieces: AsyncGenerator[TextDelta, None]) -> list[TextDelta]:
-    return [delta async for delta in pieces]
 
 
 def test_answers_are_the_engines_own() -> None:

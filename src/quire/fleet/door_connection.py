@@ -75,7 +75,6 @@ class _Connection(asyncio.Protocol):
         self._take: Callable[[Any], None] = lambda _: None
         self._flows = asyncio.Event()  # what is written
         self._flows.set()
-        self._has_said_all = False  # the other end
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(
@@ -138,7 +137,7 @@ class _Connection(asyncio.Protocol):
     def _read_frames(self, tags: FrameTags) -> None:
         """Take the frames that are whole. Raises: ValueError; what ``take`` raises."""
         at, buffer = 0, self._buffer
-        while len(buffer) - at >= _SIZE.size and not self._has_said_all:
+        while len(buffer) - at >= _SIZE.size and not self.over.done():
             (num_bytes,) = _SIZE.unpack_from(buffer, at)
             if num_bytes > MOST_BYTES:
                 raise ValueError(f"a frame of {num_bytes:,} bytes")
@@ -151,7 +150,6 @@ class _Connection(asyncio.Protocol):
             said = pickle.loads(memoryview(buffer)[body:end].toreadonly())
             at = end + TAG_BYTES
             if said is None:
-                self._has_said_all = True
                 self._finish(None)
             else:
                 self._take(said)
@@ -200,7 +198,7 @@ class DoorListener:
 
     def __init__(self, host: str) -> None:
         """``host``: of this machine, as doors reach it. It is bound with the first offer."""
-        self._host, self._port = host, 0
+        self._host = host
         self._server: asyncio.Server | None = None
         self._awaited: dict[bytes, _Awaited] = {}
         self._strangers: dict[_Connection, asyncio.TimerHandle] = {}  # the oldest first
@@ -210,11 +208,11 @@ class DoorListener:
 
         What the outbox still runs then is ended. Raises: OSError for a host that cannot be bound.
         """
-        await self._listen()
+        port = await self._listen()
         connected: asyncio.Future[_Connection] = asyncio.get_running_loop().create_future()
         offer = Offer(
             host=self._host,
-            port=self._port,
+            port=port,
             name=secrets.token_bytes(_NAME_BYTES),
             key=secrets.token_bytes(_KEY_BYTES),
         )
@@ -225,7 +223,7 @@ class DoorListener:
                 await connected
             await _tell(outbox, connected.result())
         except TimeoutError:
-            log.warning("a door has not connected to tcp://%s:%d", self._host, self._port)
+            log.warning("a door has not connected to tcp://%s:%d", offer.host, offer.port)
         finally:
             self._awaited.pop(offer.name, None)
             if connected.done() and not connected.cancelled():
@@ -239,11 +237,13 @@ class DoorListener:
         if self._server is not None:
             self._server.close()
 
-    async def _listen(self) -> None:
+    async def _listen(self) -> int:
+        """Return the port, which is bound with the first offer."""
         if self._server is None:
             loop = asyncio.get_running_loop()
             self._server = await loop.create_server(self._let_in, self._host, 0)
-            self._port = self._server.sockets[0].getsockname()[1]
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
 
     def _let_in(self) -> _Connection:
         """Make the protocol of a connection that has come."""

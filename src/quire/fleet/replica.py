@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from math import isfinite
 from typing import Protocol, final
 
 from quire.engine.async_llm import AsyncLLM
@@ -259,7 +258,7 @@ def load_of(llm: LLM, sequences: list[Sequence]) -> Load:
     prices = scheduler.costs.prices
     # Not told before the first prompt, nor where steps with prompts took no longer than others: the
     # prompts were too short to tell, and a long one is not free.
-    known = prices.token_s if prices.tokens_are_told and isfinite(prices.token_s) else None
+    known = prices.token_s if prices.tokens_are_told else None
     # A sequence that decodes has one token that is not computed: its last one.
     queued = (own.num_tokens - own.num_computed_tokens for own in sequences)
     return Load(
