@@ -296,6 +296,38 @@ def test_strangers_who_say_nothing_keep_no_door_out(monkeypatch: pytest.MonkeyPa
     run(ask())
 
 
+def test_two_doors_that_come_first_at_once_find_one_listener() -> None:
+    async def ask() -> None:
+        listener = DoorListener(HOST)
+        both = [listener.serve(Outbox(Scripted())) for _ in range(2)]
+        offers = await asyncio.gather(*map(anext, both))
+        assert len({offer.port for offer in offers}) == 1
+        for each in both:
+            await each.aclose()
+        listener.close()
+
+    run(ask())
+
+
+def test_a_connection_that_outlives_its_offer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_connection, "_CLOSE_S", SHORT_S)
+
+    async def ask() -> None:
+        listener = DoorListener(HOST)
+        offers = listener.serve(Outbox(Scripted()))
+
+        async def offered() -> AsyncGenerator[Offer, None]:
+            yield await anext(offers)
+            await asyncio.sleep(SHORT_S)  # the call ends, and not what it has begun
+
+        with pytest.raises(ReplicaLost, match="has ended its offer"):
+            await ConnectedOutbox("it", offered).read(lambda _: None)
+        await offers.aclose()
+        listener.close()
+
+    run(ask())
+
+
 def test_patience_with_strangers_and_with_doors_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -200,6 +200,7 @@ class DoorListener:
         """``host``: of this machine, as doors reach it. It is bound with the first offer."""
         self._host = host
         self._server: asyncio.Server | None = None
+        self._binding = asyncio.Lock()  # two doors may come at once
         self._awaited: dict[bytes, _Awaited] = {}
         self._strangers: dict[_Connection, asyncio.TimerHandle] = {}  # the oldest first
 
@@ -239,9 +240,10 @@ class DoorListener:
 
     async def _listen(self) -> int:
         """Return the port, which is bound with the first offer."""
-        if self._server is None:
-            loop = asyncio.get_running_loop()
-            self._server = await loop.create_server(self._let_in, self._host, 0)
+        async with self._binding:
+            if self._server is None:
+                loop = asyncio.get_running_loop()
+                self._server = await loop.create_server(self._let_in, self._host, 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
@@ -350,6 +352,11 @@ class ConnectedOutbox:
                     ended.result()
                     async with asyncio.timeout(_CLOSE_S):
                         await connection.over
+            except TimeoutError:
+                raise ReplicaLost(
+                    f"replica {self._name} has ended its offer, and not its connection within "
+                    f"{_CLOSE_S} s"
+                ) from None
             finally:
                 connection.close()
                 ended.cancel()
