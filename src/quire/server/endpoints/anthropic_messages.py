@@ -399,21 +399,19 @@ class _AnsweringMessages:
     def _usage(self) -> MessageUsage:
         turn = self._turn
         cached, created = turn.cached_tokens, turn.cache_write_tokens
-        in_5m = 0
-        if created:
-            # The rest of what is kept is asked for longer: each beginning is of those behind it.
-            longer = [
-                num_tokens
-                for num_tokens, seconds in turn.requests[0].retained_tokens
-                if seconds > TTL_S["5m"]
-            ]
-            in_5m = min(created, max(0, cached + created - max(cached, *longer, 0)))
+        # The longest of these beginnings has the others in it.
+        longer = (
+            num_tokens
+            for num_tokens, seconds in turn.requests[0].retained_tokens
+            if seconds > TTL_S["5m"]
+        )
+        in_1h = min(created, max(0, max(longer, default=0) - cached))
         return MessageUsage(
             input_tokens=turn.prompt_tokens - cached - created,
             cache_creation_input_tokens=created,
             cache_read_input_tokens=cached,
             cache_creation=CacheCreation(
-                ephemeral_5m_input_tokens=in_5m, ephemeral_1h_input_tokens=created - in_5m
+                ephemeral_5m_input_tokens=created - in_1h, ephemeral_1h_input_tokens=in_1h
             ),
             output_tokens=turn.completion_tokens,
         )
