@@ -20,7 +20,7 @@ from quire.server.endpoints.generation import (
     reasoning_kwargs,
     take_turn,
 )
-from quire.server.pictures import shown_prompt
+from quire.server.pictures import chat_token_ids
 from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
 from quire.server.schemas.request_fields import (
@@ -250,11 +250,7 @@ async def messages(
 
 async def count_tokens(context: RequestContext, asked: CountTokensRequest) -> Json[CountedTokens]:
     """Count the tokens of a prompt."""
-    chat = _conversation(asked)
-    prompt = await context.in_text_thread(context.service.chat.prompt, chat)
-    token_ids = prompt.token_ids
-    if prompt.images:
-        token_ids = (await shown_prompt(context, prompt, chat)).token_ids
+    token_ids = await chat_token_ids(context, _conversation(asked))
     return as_json(context, CountedTokens(input_tokens=len(token_ids)))
 
 
