@@ -10,7 +10,6 @@ Questions of all kinds come in turns.
 
 import argparse
 import json
-import platform
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -29,6 +28,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from benchmarks.harness.os_memory import machine
 from quire import LLM, SamplingParams
 
 SIDE, PATCH = 448, 14  # 32 × 32 patches, each a token
@@ -120,7 +120,7 @@ def main() -> None:
             {
                 "tower_parameters": tower,
                 "tower_layers": options.layers,
-                "machine": platform.processor() or platform.machine(),
+                "machine": machine(),
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,

@@ -33,6 +33,7 @@ def test_defaults_work_and_there_are_few_options() -> None:
         ({"limit_mm_per_prompt": "cat=2"}, "limit_mm_per_prompt: unknown 'cat'"),
         ({"limit_mm_per_prompt": "{"}, "limit_mm_per_prompt '{' is not JSON"),
         ({"limit_mm_per_prompt": "image=x"}, "limit_mm_per_prompt: image='x' must be a whole"),
+        ({"limit_mm_per_prompt": "image=²"}, "limit_mm_per_prompt: image='²' must be a whole"),
         ({"limit_mm_per_prompt": {"image": -1}}, "limit_mm_per_prompt: image=-1 must be from 0"),
         ({"growth": "wild"}, "growth 'wild' is unknown"),
         ({"block_size": 0}, "block_size=0 must be from 1 to"),

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 
 from quire import AsyncLLM
+from quire.chat import cache_marks
+from quire.chat.cache_marks import anthropic_marks
 from quire.config import ServerConfig
+from quire.errors import RequestError
 from quire.kv.retention import RetainedBlocks
 from server.asking import Client, run, serving
 from server.test_messages import TEMPLATE, num_tokens
@@ -138,6 +141,16 @@ def test_a_mark_that_is_none_is_refused(llm: AsyncLLM, mark: Any, where: str) ->
             assert "on 5 blocks: a request may mark 4" in answer.error["message"]
 
     run(ask())
+
+
+def test_too_many_marks_are_refused_before_any_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is read with all that comes before it: eight thousand took 46 seconds."""
+    read: list[Any] = []
+    monkeypatch.setattr(cache_marks, "from_anthropic", lambda *given, **_: read.append(given))
+    turns = [{"role": "user", "content": [text(QUESTION, FIVE)] * 8}] * 100
+    with pytest.raises(RequestError, match="on 802 blocks: a request may mark 4"):
+        anthropic_marks(turns, system=[text(SYSTEM, HOUR)], whole=FIVE)
+    assert not read
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from quire.errors import RequestError
 from quire.server.media_files import MediaFiles, is_public
 from seers import picture, seer
 from server.asking import Client, run, serving
-from server.test_images import GREEDY, OPTIONS, PARTS, asks, data_url, encoded, png
+from server.test_images import GREEDY, OPTIONS, PARTS, asks, chunk, data_url, encoded, png
 
 PUBLIC = "127.0.0.2"  # stands for an address of the internet
 NAMES = {
@@ -46,10 +46,6 @@ def llm() -> Iterator[AsyncLLM]:
 
 
 # -- files -----------------------------------------------------------------------------------------
-
-
-def chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
 def many_scans() -> bytes:

@@ -199,14 +199,13 @@ def test_nothing_is_decoded_that_is_refused(llm: AsyncLLM, monkeypatch: pytest.M
     run(ask())
 
 
+def chunk(name: bytes, data: bytes) -> bytes:
+    """A part of a PNG file."""
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
 def png(width: int, height: int, rows: bytes = b"") -> bytes:
     """A header that promises so many pixels, with few bytes behind it."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
-
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + body

@@ -28,6 +28,16 @@ class CacheMark:
     beginning: ChatInput | None  # None: all of it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """How much of a request comes before the end of a marked block; None: all of them."""
+
+    tools: int | None = None
+    system: int | None = None  # blocks
+    messages: int = 0  # whole ones
+    blocks: int = 0  # of the message after those
+
+
 def anthropic_marks(
     messages: Objects, *, system: Any = None, tools: Objects | None = None, whole: Any = None
 ) -> list[CacheMark]:
@@ -36,32 +46,52 @@ def anthropic_marks(
     ``whole``: the request's own ``cache_control``, which is for its last block. Raises:
     RequestError for a mark that is none, or for too many.
     """
-    found = list[CacheMark]()
+    found = [*_cuts(messages, system, tools)]
+    if whole is not None:
+        found.append((_ttl(whole, "cache_control"), None))
+    if len(found) > MAX_RETENTIONS:  # before any is read as a conversation, which takes long
+        raise RequestError(
+            f"cache_control is on {len(found)} blocks: a request may mark {MAX_RETENTIONS} of them"
+        )
+    return [
+        CacheMark(
+            seconds=seconds,
+            beginning=None if cut is None else _beginning(cut, messages, system, tools),
+        )
+        for seconds, cut in found
+    ]
+
+
+def _cuts(
+    messages: Objects, system: Any, tools: Objects | None
+) -> Iterator[tuple[float, _Cut | None]]:
+    """Yield the seconds of each mark on a block, and where it is; None: at the end of all."""
     for index, tool in enumerate(tools or ()):
         if (seconds := _seconds(tool, f"tools[{index}]")) is not None:
             # Most templates write the instructions before the tools.
-            found.append(_mark(seconds, [], system, (tools or ())[: index + 1]))
-    blocks = system if isinstance(system, list | tuple) else ()
-    for index, block in enumerate(blocks):
+            yield seconds, _Cut(tools=index + 1)
+    for index, block in enumerate(system if isinstance(system, list | tuple) else ()):
         if (seconds := _seconds(block, f"system[{index}]")) is not None:
-            found.append(_mark(seconds, [], blocks[: index + 1], tools))
+            yield seconds, _Cut(system=index + 1)
     last = len(messages) - 1
     for index, message in enumerate(messages):
         content: Any = message.get("content")
         for place, seconds in _of_content(content, f"messages[{index}].content"):
-            if index == last and place == len(content):
-                found.append(CacheMark(seconds=seconds, beginning=None))
-            else:
-                cut = [*messages[:index], {**message, "content": content[:place]}]
-                found.append(_mark(seconds, cut, system, tools))
-    if whole is not None:
-        seconds = _ttl(whole, "cache_control")
-        found.append(CacheMark(seconds=seconds, beginning=None))
-    if len(found) > MAX_RETENTIONS:
-        raise RequestError(
-            f"cache_control is on {len(found)} blocks: a request may mark {MAX_RETENTIONS} of them"
-        )
-    return found
+            is_end = index == last and place == len(content)
+            yield seconds, None if is_end else _Cut(messages=index, blocks=place)
+
+
+def _beginning(cut: _Cut, messages: Objects, system: Any, tools: Objects | None) -> ChatInput:
+    kept = [*messages[: cut.messages]]
+    if cut.blocks:
+        message = messages[cut.messages]
+        kept.append({**message, "content": message["content"][: cut.blocks]})
+    return from_anthropic(
+        # No conversation is without a message; the template's text of this one is not counted.
+        kept or [{"role": "user", "content": ""}],
+        system=system if cut.system is None else system[: cut.system],
+        tools=tools if cut.tools is None else (tools or ())[: cut.tools],
+    )
 
 
 def _of_content(content: Any, where: str) -> Iterator[tuple[int, float]]:
@@ -73,16 +103,6 @@ def _of_content(content: Any, where: str) -> Iterator[tuple[int, float]]:
             own = max(own or 0, seconds)
         if own is not None:
             yield index + 1, own
-
-
-def _mark(seconds: float, messages: Objects, system: Any, tools: Objects | None) -> CacheMark:
-    if messages:
-        return CacheMark(
-            seconds=seconds, beginning=from_anthropic(messages, system=system, tools=tools)
-        )
-    # No conversation is without a message; the template's text of this one is not counted.
-    beginning = from_anthropic([{"role": "user", "content": ""}], system=system, tools=tools)
-    return CacheMark(seconds=seconds, beginning=beginning)
 
 
 def _seconds(block: Any, where: str) -> float | None:

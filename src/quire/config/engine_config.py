@@ -44,7 +44,9 @@ class MediaLimits:
         if isinstance(given, str) and not given.lstrip().startswith("{"):
             pairs = (pair.partition("=") for pair in given.split(","))
             numbers = {kind.strip(): number.strip() for kind, _, number in pairs}
-            given = {kind: int(text) if text.isdigit() else text for kind, text in numbers.items()}
+            given = {
+                kind: int(text) if text.isdecimal() else text for kind, text in numbers.items()
+            }
         return object_of("limit_mm_per_prompt", cls, given)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Event, Lock, Thread, current_thread, main_thread
 from typing import Any, TypeAlias
@@ -114,7 +114,6 @@ class LLM:
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         self.vocab_size = loaded.vocab_size
         self._maker = RequestMaker(self._facts(loaded))
-        self._chats = ChatPrompts(self.facts)
         self.statistics = self.engine.scheduler.statistics
         self._noted_usage, self._noted_s = self._usage_now(), self.now_s()
         self._listeners: dict[int, Listener | BeamSearch] = {}  # of unfinished sequences, by id
@@ -216,6 +215,11 @@ class LLM:
     def facts(self) -> ModelFacts:
         """What can be known of the model without its weights."""
         return self._maker.facts
+
+    @cached_property
+    def _chats(self) -> ChatPrompts:
+        """Made by the first ``chat``: it reads the whole vocabulary."""
+        return ChatPrompts(self.facts)
 
     def generate(
         self,

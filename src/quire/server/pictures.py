@@ -18,6 +18,17 @@ from quire.server.wire.streams import while_connected
 _COLOURS = 3  # bytes of a pixel
 
 
+async def chat_token_ids(context: RequestContext, chat: ChatInput) -> tuple[int, ...]:
+    """Return the tokens of a conversation's prompt, those of its images too.
+
+    Raises: as ``shown_prompt``.
+    """
+    prompt = await context.in_text_thread(context.service.chat.prompt, chat)
+    if not prompt.images:
+        return prompt.token_ids
+    return (await shown_prompt(context, prompt, chat)).token_ids
+
+
 async def shown_prompt(context: RequestContext, prompt: ChatPrompt, chat: ChatInput) -> ShownPrompt:
     """Read a prompt's images, in threads, and return it with them.
 

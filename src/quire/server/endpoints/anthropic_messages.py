@@ -20,7 +20,7 @@ from quire.server.endpoints.generation import (
     reasoning_kwargs,
     take_turn,
 )
-from quire.server.pictures import shown_prompt
+from quire.server.pictures import chat_token_ids
 from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
 from quire.server.schemas.request_fields import (
@@ -250,11 +250,7 @@ async def messages(
 
 async def count_tokens(context: RequestContext, asked: CountTokensRequest) -> Json[CountedTokens]:
     """Count the tokens of a prompt."""
-    chat = _conversation(asked)
-    prompt = await context.in_text_thread(context.service.chat.prompt, chat)
-    token_ids = prompt.token_ids
-    if prompt.images:
-        token_ids = (await shown_prompt(context, prompt, chat)).token_ids
+    token_ids = await chat_token_ids(context, _conversation(asked))
     return as_json(context, CountedTokens(input_tokens=len(token_ids)))
 
 
@@ -399,21 +395,19 @@ class _AnsweringMessages:
     def _usage(self) -> MessageUsage:
         turn = self._turn
         cached, created = turn.cached_tokens, turn.cache_write_tokens
-        in_5m = 0
-        if created:
-            # The rest of what is kept is asked for longer: each beginning is of those behind it.
-            longer = [
-                num_tokens
-                for num_tokens, seconds in turn.requests[0].retained_tokens
-                if seconds > TTL_S["5m"]
-            ]
-            in_5m = min(created, max(0, cached + created - max(cached, *longer, 0)))
+        # The longest of these beginnings has the others in it.
+        longer = (
+            num_tokens
+            for num_tokens, seconds in turn.requests[0].retained_tokens
+            if seconds > TTL_S["5m"]
+        )
+        in_1h = min(created, max(0, max(longer, default=0) - cached))
         return MessageUsage(
             input_tokens=turn.prompt_tokens - cached - created,
             cache_creation_input_tokens=created,
             cache_read_input_tokens=cached,
             cache_creation=CacheCreation(
-                ephemeral_5m_input_tokens=in_5m, ephemeral_1h_input_tokens=created - in_5m
+                ephemeral_5m_input_tokens=created - in_1h, ephemeral_1h_input_tokens=in_1h
             ),
             output_tokens=turn.completion_tokens,
         )

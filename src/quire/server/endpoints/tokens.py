@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from quire.chat.conversation import ChatInput
 from quire.server.endpoints.answers import Json, as_json
-from quire.server.pictures import shown_prompt
+from quire.server.pictures import chat_token_ids
 from quire.server.request_context import RequestContext
 from quire.server.schemas.chat_request import MAX_MESSAGES, MAX_TOOLS
 from quire.server.schemas.request_fields import ModelRequest
@@ -78,10 +78,7 @@ async def tokenize(context: RequestContext, asked: TokenizeRequest) -> Json[Toke
             chat_template_kwargs=asked.chat_template_kwargs or {},
             add_special_tokens=bool(asked.add_special_tokens),
         )
-        prompt = await context.in_text_thread(service.chat.prompt, conversation)
-        token_ids = list(prompt.token_ids)
-        if prompt.images:
-            token_ids = list((await shown_prompt(context, prompt, conversation)).token_ids)
+        token_ids = list(await chat_token_ids(context, conversation))
     else:
         special = asked.add_special_tokens is not False
         encode = partial(service.texts.encode, asked.prompt or "", add_special_tokens=special)
