@@ -76,8 +76,8 @@ class _Owner:
 class RetainedBlocks(EvictionPolicy):
     """An eviction policy that holds back what clients ask for, up to a ``limit``: none at first.
 
-    A block is retained as long as its ancestors are, or less long: whoever asks for it asks for
-    them.
+    A block is retained as long as its ancestors are, or less long: a client that asks for it asks
+    for them.
     """
 
     def __init__(self, policy: EvictionPolicy, *, num_ids: int, clock: Clock) -> None:
