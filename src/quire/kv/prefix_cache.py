@@ -273,11 +273,13 @@ class PrefixCache:
         path = np.array(self._path(row), np.intp)
         seconds = retention.seconds(len(path), self._size)
         stops = ((np.diff(seconds, append=0) < 0).nonzero()[0] + 1).tolist()  # after each mark
-        num_kept = len(path) if stops else 0
+        if not stops:
+            return 0
+        num_kept = len(path)
         for number, group in enumerate(self._groups):
             blocks = self._index.blocks[number][path].astype(np.intp)
             needs = [_needed(group, self._size, blocks != NO_BLOCK, stop) for stop in stops]
-            columns = np.unique(np.concatenate([NO_IDS, *(need for _, need in needs)]))[::-1]
+            columns = np.unique(np.concatenate([need for _, need in needs]))[::-1]
             count = self._pools.retain(
                 number, blocks[columns], seconds[columns], retention.owner, retention.clock
             )
