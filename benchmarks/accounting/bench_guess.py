@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from benchmarks.accounting.bench_orders import KV_TESTER, ends_of
-from benchmarks.accounting.prefix_traces import BLOCK_TOKENS, MOONCAKE
+from benchmarks.accounting.bench_orders import TracesFolder, ends_of, found_traces
+from benchmarks.accounting.prefix_traces import BLOCK_TOKENS
 from benchmarks.harness.report import Output, Run, Table, WithClaims, skip_without_traces
 from quire.planner.hit_rates import Prompts, prompts_of
 from quire.planner.hit_rates.policy_replay import PolicyReplay
@@ -146,10 +146,7 @@ app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
 
 @app.command()
 def main(
-    traces: Annotated[
-        Path | None,
-        typer.Option(help=f"Folder that has {MOONCAKE} and, if wanted, {KV_TESTER}. Needed."),
-    ] = None,
+    traces: TracesFolder = None,
     sizes: Annotated[str, typer.Option(help="M tokens of the cache, by commas.")] = "1,2,4,8,16",
     with_claims: WithClaims = False,
     output: Output = None,
@@ -159,11 +156,10 @@ def main(
         skip_without_traces(with_claims, output)
         return
     run = Run("accounting.bench_guess", width=200)
-    shown = list[Table]()
-    for name, file in (("Mooncake", MOONCAKE), ("kv-cache-tester", KV_TESTER)):
-        if (path := traces / file).exists():
-            shown += measure(name, path, [float(each) for each in sizes.split(",")], run)
-    run.end(shown, run.setting(f" --traces … --sizes {sizes}"), output=output)
+    shown, notes = list[Table](), list[str]()
+    for name, path in found_traces(traces, notes):
+        shown += measure(name, path, [float(each) for each in sizes.split(",")], run)
+    run.end(shown, run.setting(f" --traces … --sizes {sizes}"), notes=notes, output=output)
 
 
 if __name__ == "__main__":

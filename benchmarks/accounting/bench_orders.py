@@ -25,6 +25,10 @@ from quire.planner.hit_rates.stack_distances import lru_hits
 from quire.traces import TraceRequest, open_trace
 
 KV_TESTER = "kv-cache-tester.tar.zst"
+TracesFolder = Annotated[
+    Path | None,
+    typer.Option(help=f"Folder that has {MOONCAKE} and, if wanted, {KV_TESTER}. Needed."),
+]
 MILLION = 10**6
 NUM_SIZES, FROM_TOKENS, TO_TOKENS = 24, MILLION // 2, 64 * MILLION
 WRONG = (0.0, 0.2, 0.33)  # shares of the hints
@@ -45,6 +49,15 @@ class Found:
     @property
     def tokens(self) -> float:
         return self.blocks * BLOCK_TOKENS / MILLION
+
+
+def found_traces(folder: Path, notes: list[str]) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the file of each trace in a folder, and note those that are not there."""
+    for name, file in (("Mooncake", MOONCAKE), ("kv-cache-tester", KV_TESTER)):
+        if (path := folder / file).exists():
+            yield name, path
+        else:
+            notes.append(f"SKIPPED: {name}: there is no {file} in the traces' folder.")
 
 
 def measure(name: str, prompts: Prompts, seed: int, run: Run) -> list[Found]:
@@ -160,10 +173,7 @@ app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
 
 @app.command()
 def main(
-    traces: Annotated[
-        Path | None,
-        typer.Option(help=f"Folder that has {MOONCAKE} and, if wanted, {KV_TESTER}. Needed."),
-    ] = None,
+    traces: TracesFolder = None,
     seed: Annotated[int, typer.Option(help="Of the wrong hints, and of when agents begin.")] = 0,
     with_claims: WithClaims = False,
     output: Output = None,
@@ -174,11 +184,7 @@ def main(
         return
     run = Run("accounting.bench_orders", width=150)
     every, notes = dict[str, list[Found]](), list[str]()
-    for name, file in (("Mooncake", MOONCAKE), ("kv-cache-tester", KV_TESTER)):
-        path = traces / file
-        if not path.exists():
-            notes.append(f"SKIPPED: {name}: there is no {file} in the traces' folder.")
-            continue
+    for name, path in found_traces(traces, notes):
         trace = open_trace(path, seed=seed)
         prompts = prompts_of(trace, block_tokens=BLOCK_TOKENS, whole_blocks=True)
         every[name] = measure(name, prompts, seed, run)

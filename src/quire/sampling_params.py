@@ -276,9 +276,7 @@ class SamplingParams:
                 "StructuredOutputsParams, or None",
             ),
             "cache_hint": (
-                self.cache_hint is None
-                or self.cache_hint == "ends"
-                or _are_retentions(self.cache_hint),
+                self.cache_hint in ("ends", None) or _are_retentions(self.cache_hint),
                 f'"ends", at most {MAX_RETENTIONS} CacheRetention, or None',
             ),
         }

@@ -93,6 +93,7 @@ class Cache:
         spare_blocks: int = 0,
         caching: bool = True,
         keep_events: bool = False,
+        retention_share: float = 0.0,
         make_policy: MakePolicy = EVICTION_POLICIES["lru"],
     ) -> None:
         groups = tuple(Group(spec=spec, layers=(i,)) for i, spec in enumerate(specs))
@@ -106,6 +107,7 @@ class Cache:
             make_policy=make_policy,
             caching=caching,
             keep_events=keep_events,
+            retention_share=retention_share,
         )
         self.groups, self.sizes = groups, sizes
         self.tokens: dict[int, list[int]] = {}

@@ -28,9 +28,8 @@ class Asking(Cache):
     """A cache of whose capacity clients can have a share kept."""
 
     def __init__(self, *specs: Any, num_blocks: int, share: float = 0.25, **kwargs: Any) -> None:
-        super().__init__(*specs, num_blocks=num_blocks, **kwargs)
+        super().__init__(*specs, num_blocks=num_blocks, retention_share=share, **kwargs)
         self.clock = Clock()
-        self.blocks.pools._retention_share = share
 
     def retain(self, seq_id: int, *marks: tuple[int, float], owner: str = "") -> int:
         retention = Retention(owner=owner, marks=marks, clock=self.clock)

@@ -145,7 +145,7 @@ class Listener:
                 fault=sequence.fault,
                 stopped_by=stopped_by,
                 num_cached_tokens=sequence.num_cached_tokens,
-                num_retained_tokens=sequence.num_retained_tokens or 0,
+                num_retained_tokens=sequence.num_retained_tokens,
                 prompt_logprobs=tuple(sequence.prompt_logprobs) if self._is_first else (),
                 latencies=None if reason is None else Latencies.of(sequence),
                 embedding=sequence.embedding if reason == "stop" else None,
@@ -172,7 +172,7 @@ class Listener:
                     detail=end.detail,
                     stopped_by=end.stopped_by,
                     num_cached_tokens=sequence.num_cached_tokens,
-                    num_retained_tokens=sequence.num_retained_tokens or 0,
+                    num_retained_tokens=sequence.num_retained_tokens,
                     latencies=Latencies.of(sequence),
                 )
             )
@@ -214,7 +214,7 @@ def completion(
         prompt_token_ids=request.prompt_token_ids,
         choices=tuple(_choice(own) for own in pieces[: request.num_choices]),
         num_cached_tokens=several[0].num_cached_tokens,
-        num_retained_tokens=several[0].num_retained_tokens or 0,
+        num_retained_tokens=several[0].num_retained_tokens,
         prompt_logprobs=tuple(several[0].prompt_logprobs),
         kv_transfer_params=several[0].kv_transfer_params or None,
     )

@@ -234,7 +234,7 @@ class RequestTracker:
                 finish_reason="abort",
                 detail=detail,
                 num_cached_tokens=sequence.num_cached_tokens,
-                num_retained_tokens=sequence.num_retained_tokens or 0,
+                num_retained_tokens=sequence.num_retained_tokens,
                 latencies=Latencies.of(sequence),
             )
             with suppress(Exception):  # ``_put`` tells the reader

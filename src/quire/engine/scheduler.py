@@ -621,6 +621,7 @@ class Scheduler:
     def _retain(self, sequence: Sequence) -> None:
         """Have the cache keep of a computed prompt what its client asks for."""
         request = sequence.request
+        sequence.lacks_retention = False
         sequence.num_retained_tokens = self._accounting.retain(
             sequence.seq_id,
             Retention(

@@ -111,7 +111,8 @@ class Sequence:
     siblings: list["Sequence"] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the cache at admission
-    num_retained_tokens: int | None = None  # … kept there for a while; None: not asked yet
+    num_retained_tokens: int = 0  # … kept there for a while, as its client asks …
+    lacks_retention: bool = False  # … which the cache has yet to be told
     num_preemptions: int = 0
     num_saved_tokens: int = 0  # tokens whose entries swap holds
     most_computed_tokens: int = 0  # before any preemption
@@ -139,6 +140,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+        self.lacks_retention = bool(self.request.params.retentions)
         if not self.index:
             self.remote = self.request.remote
 
@@ -168,12 +170,6 @@ class Sequence:
         """Whether no sibling waits for it, no search chooses for it, and it generates tokens."""
         request = self.request
         return not self.siblings and not request.chosen_outside and request.pooling is None
-
-    @property
-    def lacks_retention(self) -> bool:
-        """Whether the cache has not been asked yet to keep of its prompt what its client wants."""
-        hint = self.request.params.cache_hint
-        return not (hint is None or hint == "ends") and self.num_retained_tokens is None
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

@@ -420,7 +420,8 @@ class BlockPool:
     def retain(self, blocks: Ids, seconds: Seconds, owner: str, *, most: int, clock: Clock) -> int:
         """Keep what the index knows (blocks i64[n], deepest first) for so many seconds, if it can.
 
-        ``most``: blocks that may be kept so, whoever asks. Returns: how many of the last ones are.
+        ``most``: blocks that may be kept so for all clients together. Returns: how many of the last
+        ones are.
         """
         if not isinstance(self.evictable, RetainedBlocks):
             self.evictable = RetainedBlocks(self.evictable, num_ids=self.num_blocks, clock=clock)

@@ -244,6 +244,10 @@ class PrefixCache:
         """Return the node of a sequence's last full block, or its root."""
         return self._tail_nodes[row]
 
+    def _path(self, row: int) -> list[int]:
+        """List the index's rows of a sequence's full blocks, from its first one on."""
+        return self._index.path(self._index.row(self._tail_nodes[row]))
+
     def fork(self, source: int, target: int) -> None:
         """Begin a sequence as a copy of another."""
         self._index.incref(self._tail_nodes[source])
@@ -259,21 +263,23 @@ class PrefixCache:
 
     def forget(self, row: int) -> None:
         """Take a sequence's blocks out of the index, from its first to its last full one."""
-        path = np.array(self._index.path(self._index.row(self._tail_nodes[row])), np.intp)
+        path = np.array(self._path(row), np.intp)
         for number, blocks in enumerate(self._index.blocks):
             there = blocks[path]
             self._pools.forget(number, there[there != NO_BLOCK].astype(np.intp))
 
     def retain(self, row: int, retention: Retention) -> int:
         """Keep the beginning of a sequence's prompt for a while. Returns: how many tokens of it."""
-        path = np.array(self._index.path(self._index.row(self._tail_nodes[row])), np.intp)
+        path = np.array(self._path(row), np.intp)
         seconds = retention.seconds(len(path), self._size)
         stops = ((np.diff(seconds, append=0) < 0).nonzero()[0] + 1).tolist()  # after each mark
-        num_kept = len(path) if stops else 0
+        if not stops:
+            return 0
+        num_kept = len(path)
         for number, group in enumerate(self._groups):
             blocks = self._index.blocks[number][path].astype(np.intp)
             needs = [_needed(group, self._size, blocks != NO_BLOCK, stop) for stop in stops]
-            columns = np.unique(np.concatenate([NO_IDS, *(need for _, need in needs)]))[::-1]
+            columns = np.unique(np.concatenate([need for _, need in needs]))[::-1]
             count = self._pools.retain(
                 number, blocks[columns], seconds[columns], retention.owner, retention.clock
             )
@@ -362,8 +368,7 @@ class PrefixCache:
 
     def computed_nodes(self, row: int) -> list[int]:
         """List the nodes of a sequence's full blocks, from its first one on."""
-        path = self._index.path(self._index.row(self._tail_nodes[row]))
-        return [self._index.node(each) for each in path]
+        return [self._index.node(each) for each in self._path(row)]
 
     def last_nodes(self, row: int, count: int) -> list[int]:
         """List the nodes of a sequence's last full blocks, the last one first."""

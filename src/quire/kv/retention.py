@@ -76,13 +76,16 @@ class _Owner:
 class RetainedBlocks(EvictionPolicy):
     """An eviction policy that holds back what clients ask for, up to a ``limit``: none at first.
 
-    A block is retained as long as its ancestors are, or less long: whoever asks for it asks for
-    them.
+    A block is retained as long as its ancestors are, or less long: a client that asks for it asks
+    for them.
     """
 
     def __init__(self, policy: EvictionPolicy, *, num_ids: int, clock: Clock) -> None:
         """``policy``: it knows all cached blocks already."""
         self._policy, self._clock = policy, clock
+        # Told once: to ask whether a policy keeps a protocol takes nearly as long as a use.
+        self._heeds_ends = policy if isinstance(policy, HeedsEnds) else None
+        self._heeds_retention = policy if isinstance(policy, HeedsRetention) else None
         self._most = self.num_retained = 0  # with those that sequences hold
         self._serial = _NOT_RETAINED
         self._grant_of = np.full(num_ids, _NOT_RETAINED, np.int64)  # serials
@@ -141,15 +144,15 @@ class RetainedBlocks(EvictionPolicy):
 
     def use(self, blocks: Ids, now: int, priority: Priority) -> None:
         self._policy.use(blocks, now, priority)
-        if self._grants and isinstance(self._policy, HeedsRetention):
+        if self._grants and self._heeds_retention is not None:
             retained = blocks[self._grant_of[blocks] != _NOT_RETAINED]
             if len(retained):
-                self._policy.retain(retained, self._until_s[retained] - self._clock())
+                self._heeds_retention.retain(retained, self._until_s[retained] - self._clock())
 
     def end(self, blocks: Ids) -> None:
         """Note that a conversation has ended, if the policy heeds that."""
-        if isinstance(self._policy, HeedsEnds):
-            self._policy.end(blocks)
+        if self._heeds_ends is not None:
+            self._heeds_ends.end(blocks)
 
     def free(self, blocks: Ids) -> None:
         if self._grants:
