@@ -23,13 +23,12 @@ from quire.layers.cpu.packed_weight import BLOCK, PackedForm, quantize
 from quire.layers.packed_linear import PackedLinear
 from quire.memory.host.huge_pages import drop_file_pages, huge_pieces
 from quire.memory.machine.probe import mapped_from_files
+from quire.spec.module_names import is_of_tower
 from quire.spec.weight_forms import WeightForm
 from quire.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-_TOWERS = frozenset({"visual", "multi_modal_projector", "mm_projector"})
-_OTHER_SENSES = ("vision_", "audio_")
 _READ_AS_MATRIX = frozenset({"kv_b_proj"})  # ``executors.latent`` takes it apart
 _READS_WEIGHT = re.compile(r"\.(\w+)\.weight\b")  # of a layer by its name, in a class's code
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
@@ -79,9 +78,7 @@ def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
         if type(module) is not nn.Linear or module is head:
             continue
         parts = name.split(".")
-        if _TOWERS & {*parts} or any(part.startswith(_OTHER_SENSES) for part in parts):
-            continue
-        if parts[-1] in left or module.out_features < BLOCK:
+        if is_of_tower(parts) or parts[-1] in left or module.out_features < BLOCK:
             continue
         if module.weight.device.type == "cpu":
             yield name, module
