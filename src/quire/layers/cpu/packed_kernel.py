@@ -101,11 +101,7 @@ def _write_group(
             store_as(code, value, target + n * LINE_BYTES, "f32", count)
         code.write(code.sum(_added(code, values)), note)
         return
-    largest = code.ints(0)
-    for value in values:
-        size = code.b.and_(code.b.bitcast(value, INTS), code.ints(0x7FFFFFFF))
-        largest = code.b.select(code.b.icmp_unsigned(">", size, largest), size, largest)
-    amax = code.splat(code.b.bitcast(code.largest_int(largest), F32))
+    amax = code.splat(code.b.bitcast(code.largest_magnitude(values), F32))
     scale = code.b.fdiv(amax, code.floats(_MOST))
     by = code.b.fdiv(code.floats(_MOST), amax)
     sums = [code.ints(0)] * digits
@@ -120,7 +116,7 @@ def _write_group(
                 found = code.shuffle(found, found, list(range(count)))
             code.write(found, target + d * form.group_size + n * LANES)
             rest = code.b.fmul(code.b.fsub(rest, digit), code.floats(_DIGIT))
-    totals = [_sum_ints(code, each) for each in sums]
+    totals = [code.sum_ints(each) for each in sums]
     for d, total in enumerate(totals):  # codes have no sign there: they count from the lowest one
         code.write(code.b.mul(total, ir.Constant(I32, form.least)), note + d * 4)
     code.write(code.b.extract_element(scale, lane), note + digits * 4)
@@ -140,15 +136,6 @@ def _added(code: Code, values: list[Value]) -> Value:
     for value in values[1:]:
         total = code.b.fadd(total, value)
     return total
-
-
-def _sum_ints(code: Code, value: Value) -> Value:
-    width = LANES
-    while width > 1:
-        width //= 2
-        picks = [width + i for i in range(width)] + [0] * (LANES - width)
-        value = code.b.add(value, code.shuffle(value, value, picks))
-    return code.b.extract_element(value, ir.Constant(I32, 0))
 
 
 def _of_digits(code: Code, sums: list[Value]) -> Value:

@@ -164,14 +164,11 @@ def _write_output(
     form, b = shape.form, code.b
     least, most = code.floats(float(form.least)), code.floats(float(-form.least - 1))
     counts = [min(LANES, form.group_size - n * LANES) for n in range(len(values))]
-    largest = code.ints(0)
-    low = high = values[0]
-    for value in values:
-        size = b.and_(b.bitcast(value, INTS), code.ints(0x7FFFFFFF))
-        largest = b.select(b.icmp_unsigned(">", size, largest), size, largest)
-        low, high = code.min(low, value), code.max(high, value)
-    bad = b.icmp_unsigned(">=", code.largest_int(largest), ir.Constant(I32, _NOT_FINITE))
+    bad = b.icmp_unsigned(">=", code.largest_magnitude(values), ir.Constant(I32, _NOT_FINITE))
     code.when(bad, lambda: _count(code, num_bad))
+    low = high = values[0]
+    for value in values[1:]:
+        low, high = code.min(low, value), code.max(high, value)
     low, high = code.splat(code.smallest(low)), code.splat(code.largest(high))
     zero = code.floats(0.0)
     if form.has_zeros:
