@@ -10,6 +10,8 @@ a row's group: x = s · (d0 + (d1 + d2 / 254) / 254). Sums of bytes are exact. E
 floats. In both ways a row's sums are added up in the same order, however many rows there are.
 """
 
+from collections.abc import Callable
+
 from llvmlite import ir
 from llvmlite.ir import Value
 
@@ -49,44 +51,53 @@ _MOST = 127.0
 def _write_pack(code: Code, shape: PackedShape) -> None:
     """Add (x, its row bytes, rows, inputs, groups, target, notes, room for a line)."""
     x, row_bytes, num_rows, num_inputs, num_groups, target, notes, room = code.params
-    isa, size = code.isa, shape.element_bytes
-    group_size = shape.form.group_size
-    pieces = [(n, min(LANES, group_size - n)) for n in range(0, group_size, LANES)]
+    isa, group_size = code.isa, shape.form.group_size
 
     def group(g: Int, r: Int) -> None:
-        source = x + r * row_bytes + g * (group_size * size)
+        source = x + r * row_bytes + g * (group_size * shape.element_bytes)
         number = r * num_groups + g
         to = target + number * shape.group_bytes(isa)
         note = notes + number * shape.notes_bytes(isa)
         left = num_inputs - g * group_size
-
-        def whole() -> None:
-            values = [load_as(code, source + n * size, shape.kind, count) for n, count in pieces]
-            _write_group(code, shape, values, to, note)
-
-        def part() -> None:
-            # What is behind the last input is nothing.
-            for n in range(0, group_size, LANES):
-                place = room + n * 4
-                code.store(code.floats(0.0), place)
-
-            def one(k: Int) -> None:
-                _copy_one(code, shape, source + k * size, room + k * 4)
-
-            code.each(left, one)
-            values = [load_as(code, room + n * 4, "f32", count) for n, count in pieces]
-            _write_group(code, shape, values, to, note)
-
-        code.either(left >= group_size, whole, part)
+        with_group(
+            code, shape, source, left, room,
+            lambda values: _write_group(code, shape, values, to, note),
+        )  # fmt: skip
 
     code.each(num_rows, lambda r: code.each(num_groups, lambda g: group(g, r)))
     code.end()
 
 
-def _copy_one(code: Code, shape: PackedShape, source: Int, target: Int) -> None:
-    """One input as a float."""
-    value = load_as(code, source, shape.kind, 1)
-    code.write(code.b.extract_element(value, ir.Constant(I32, 0)), target)
+def with_group(
+    code: Code,
+    shape: PackedShape,
+    source: Int,
+    left: Int,
+    room: Int,
+    body: Callable[[list[Value]], None],
+) -> None:
+    """Write ``body(floats of a row's group)``: zeros are behind the ``left`` elements of the row.
+
+    ``room`` is memory for the floats of a group.
+    """
+    group_size, size = shape.form.group_size, shape.element_bytes
+    pieces = [(n, min(LANES, group_size - n)) for n in range(0, group_size, LANES)]
+
+    def whole() -> None:
+        body([load_as(code, source + n * size, shape.kind, count) for n, count in pieces])
+
+    def part() -> None:
+        for n, _ in pieces:
+            code.store(code.floats(0.0), room + n * 4)
+
+        def one(k: Int) -> None:
+            value = load_as(code, source + k * size, shape.kind, 1)
+            code.write(code.b.extract_element(value, ir.Constant(I32, 0)), room + k * 4)
+
+        code.each(left, one)
+        body([load_as(code, room + n * 4, "f32", count) for n, count in pieces])
+
+    code.either(left >= group_size, whole, part)
 
 
 def _write_group(

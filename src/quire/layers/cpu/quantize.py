@@ -19,18 +19,22 @@ from quire.kernels.language import (
     I64,
     INTS,
     LANES,
+    LINE_BYTES,
     Code,
     Int,
     Isa,
 )
-from quire.kernels.number_formats import KIND_BYTES, load_as, rounded, store_as
+from quire.kernels.number_formats import rounded, store_as
 from quire.kernels.threads import Threads
 from quire.layers.cpu.linear_frame import WORD_BYTES
 from quire.layers.cpu.packed_frame import PackedShape
+from quire.layers.cpu.packed_kernel import with_group
 from quire.layers.cpu.packed_weight import BLOCK, STEP, PackedForm, PackedWeight
+from quire.units import align_up, ceil_div
 
+_COUNTERS = ("next_block", "next_thread", "num_bad")  # shared by the threads
 _FRAME = (
-    "next_block", "next_thread", "num_bad",
+    *_COUNTERS,
     "weight", "weight_row", "num_outputs", "num_inputs", "num_groups", "num_blocks",
     "data", "scratch", "scratch_bytes",
 )  # fmt: skip
@@ -84,51 +88,30 @@ class Quantizer:
 
 def _room_bytes(form: PackedForm) -> int:
     """Count the bytes of a thread: a group as floats, and as codes."""
-    return -(-form.group_size // LANES) * LANES * (4 + 1) + 64
+    return align_up(form.group_size, LANES) * (4 + 1) + LINE_BYTES
 
 
 def write_quantizer(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
     """Add "work" to a module. Its parameter is the address of a frame's address."""
     code = Code(module, "work", 1, isa)
-    form, size = shape.form, KIND_BYTES[shape.kind]
-    frame = code.number(code.params[0])
+    form, frame = shape.form, code.number(code.params[0])
 
     def word(name: str) -> Int:
         return frame + _FRAME.index(name) * WORD_BYTES
 
-    call = {name: code.number(word(name)) for name in _FRAME if not name.startswith("n")}
-    call |= {
-        name: code.number(word(name))
-        for name in ("num_outputs", "num_inputs", "num_groups", "num_blocks")
-    }
+    call = {name: code.number(word(name)) for name in _FRAME if name not in _COUNTERS}
     number = code.take(word("next_thread"))
     room = call["scratch"] + number * call["scratch_bytes"]
-    pieces = [(n, min(LANES, form.group_size - n)) for n in range(0, form.group_size, LANES)]
-    codes = room + len(pieces) * LANES * 4
+    codes = room + align_up(form.group_size, LANES) * 4
 
     def output(o: Int, block: Int, g: Int, record: Int) -> None:
         source = call["weight"] + (block * BLOCK + o) * call["weight_row"]
-        source += g * (form.group_size * size)
+        source += g * (form.group_size * shape.element_bytes)
         left = call["num_inputs"] - g * form.group_size
-
-        def found(values: list[Value]) -> None:
-            _write_output(code, shape, values, record, o, codes, word("num_bad"))
-
-        def part() -> None:
-            for n, _ in pieces:
-                code.store(code.floats(0.0), room + n * 4)
-
-            def one(k: Int) -> None:
-                value = load_as(code, source + k * size, shape.kind, 1)
-                code.write(code.b.extract_element(value, ir.Constant(I32, 0)), room + k * 4)
-
-            code.each(left, one)
-            found([load_as(code, room + n * 4, "f32", count) for n, count in pieces])
-
-        def whole() -> None:
-            found([load_as(code, source + n * size, shape.kind, count) for n, count in pieces])
-
-        code.either(left >= form.group_size, whole, part)
+        with_group(
+            code, shape, source, left, room,
+            lambda values: _write_output(code, shape, values, record, o, codes, word("num_bad")),
+        )  # fmt: skip
 
     def item() -> None:
         block = code.take(word("next_block"))
@@ -138,7 +121,7 @@ def write_quantizer(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
         def group(g: Int) -> None:
             record = call["data"] + (block * call["num_groups"] + g) * form.record_bytes
             code.each(outputs, lambda o: output(o, block, g, record))
-            zeros = [code.floats(0.0)] * len(pieces)
+            zeros = [code.floats(0.0)] * ceil_div(form.group_size, LANES)
             code.each(
                 BLOCK,
                 lambda o: _write_output(code, shape, zeros, record, o, codes, word("num_bad")),
