@@ -27,7 +27,7 @@ from quire.kernels.language import (
     Int,
     Isa,
 )
-from quire.kernels.number_formats import KIND_BYTES, load_as, store_as
+from quire.kernels.number_formats import load_as, store_as
 from quire.layers.cpu.activation import activate
 from quire.layers.cpu.linear_frame import WORD_BYTES
 from quire.layers.cpu.packed_frame import (
@@ -202,12 +202,8 @@ def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool) -> 
         scales = record + form.codes_bytes
         ask(scales, form.record_bytes - form.codes_bytes)
         for p in range(PANELS):
-            scale = load_as(
-                code, scales + p * PANEL * KIND_BYTES[shape.scale_kind], shape.scale_kind
-            )
-            zero = None
-            if form.has_zeros:
-                zero = load_as(code, scales + (form.scales_bytes + p * PANEL), "i8")
+            scale, zero = _scale_and_zero(code, shape, scales, p)
+            if zero is not None:
                 zero = code.b.fsub(code.floats(0.0), zero)
             for r in range(rows):
                 at = p * rows + r
@@ -225,6 +221,18 @@ def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool) -> 
 
     code.each(count, group)
     code.end()
+
+
+def _scale_and_zero(
+    code: Code, shape: PackedShape, scales: Int, panel: int
+) -> tuple[Value, Value | None]:
+    """Those of a panel's outputs, of a record whose scales begin there."""
+    form = shape.form
+    place = scales + panel * PANEL * form.scale_dtype.itemsize
+    scale = load_as(code, place, shape.scale_kind)
+    if not form.has_zeros:
+        return scale, None
+    return scale, load_as(code, scales + (form.scales_bytes + panel * PANEL), "i8")
 
 
 def _add_bytes(
@@ -501,12 +509,7 @@ def write_unpacker(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
             scales = record + form.codes_bytes
             rows = target + g * form.group_size * call["target_row"]
             for p in range(PANELS):
-                scale = load_as(
-                    code, scales + p * PANEL * KIND_BYTES[shape.scale_kind], shape.scale_kind
-                )
-                zero = None
-                if form.has_zeros:
-                    zero = load_as(code, scales + (form.scales_bytes + p * PANEL), "i8")
+                scale, zero = _scale_and_zero(code, shape, scales, p)
 
                 def step(
                     k: Int, p: int = p, scale: Value = scale, zero: Value | None = zero
