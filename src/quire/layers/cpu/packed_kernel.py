@@ -28,8 +28,8 @@ from quire.kernels.language import (
     Isa,
 )
 from quire.kernels.number_formats import load_as, store_as
-from quire.layers.cpu.activation import activate
 from quire.layers.cpu.linear_frame import WORD_BYTES
+from quire.layers.cpu.linear_kernel import each_item, each_rows, gated, row_forms, words_at
 from quire.layers.cpu.packed_frame import (
     FRAME,
     ITEM,
@@ -158,10 +158,6 @@ def _of_digits(code: Code, sums: list[Value]) -> Value:
 
 
 # -- products --------------------------------------------------------------------------------------
-
-
-def _name(rows: int, first: bool) -> str:
-    return f"multiply_{rows}" + "_first" * first
 
 
 def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool) -> None:
@@ -318,7 +314,6 @@ def _write_multiply(code: Code, shape: PackedShape) -> None:
     records, num_groups, x, notes, num_rows, sums, end, gap = code.params
     x_row = num_groups * shape.group_bytes(code.isa)
     notes_row = num_groups * shape.notes_bytes(code.isa)
-    at_once = shape.rows(code.isa)
     some = max(1, _TILE_BYTES // shape.form.record_bytes)
     code.each(
         num_rows * SUMS_BYTES, lambda n: code.store(code.floats(0.0), sums + n), step=LINE_BYTES
@@ -327,21 +322,15 @@ def _write_multiply(code: Code, shape: PackedShape) -> None:
     def tile(start: Int) -> None:
         count = (num_groups - start).at_most(some)
 
-        def run(rows: int, r: Int, first: bool) -> None:
-            code.run(
-                _name(rows, first), records + start * shape.form.record_bytes, count,
+        def arguments(r: Int) -> tuple[Int, ...]:
+            return (
+                records + start * shape.form.record_bytes, count,
                 x + r * x_row + start * shape.group_bytes(code.isa), x_row,
                 notes + r * notes_row + start * shape.notes_bytes(code.isa), notes_row,
                 sums + r * SUMS_BYTES, end, gap,
             )  # fmt: skip
 
-        def several(r: Int, rows: int) -> None:
-            code.either(r.equals(0), lambda: run(rows, r, True), lambda: run(rows, r, False))
-
-        full = num_rows // at_once * at_once
-        if at_once > 1:
-            code.each(full, lambda r: several(r, at_once), step=at_once)
-        code.each(num_rows, lambda r: several(r, 1), start=full if at_once > 1 else 0)
+        each_rows(code, num_rows, shape.rows(code.isa), arguments)
 
     code.each(num_groups, tile, step=some)
     code.end()
@@ -358,12 +347,6 @@ def _write_finish(code: Code, shape: PackedShape) -> None:
     sums, others, num_rows, outputs, bias, other_bias, out, out_row, room = code.params
     size = shape.element_bytes
 
-    def rounded(value: Value) -> Value:
-        if shape.kind == "f32":
-            return value
-        store_as(code, value, room, shape.kind)
-        return load_as(code, room, shape.kind)
-
     def panel(r: Int, p: int) -> None:
         def with_bias(place: Int, biases: Int) -> Value:
             value = code.load(place + r * SUMS_BYTES + p * LINE_BYTES)
@@ -371,8 +354,8 @@ def _write_finish(code: Code, shape: PackedShape) -> None:
 
         value = with_bias(sums, bias)
         if shape.activation is not None:
-            gate = rounded(activate(code, rounded(value), shape.activation))
-            value = code.b.fmul(gate, rounded(with_bias(others, other_bias)))
+            other = with_bias(others, other_bias)
+            value = gated(code, value, other, shape.activation, shape.kind, room)
         target = out + r * out_row + p * PANEL * size
 
         def some() -> None:
@@ -403,9 +386,8 @@ def _write_finish(code: Code, shape: PackedShape) -> None:
 def write_worker(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
     """Add "work" and all that it needs to a module. Its parameter is a frame's address."""
     _write_pack(Code(module, "pack", 8, isa), shape)
-    for rows in sorted({1, shape.rows(isa)}):
-        for first in (True, False):
-            _write_some_rows(Code(module, _name(rows, first), 9, isa), shape, rows, first)
+    for name, rows, first in row_forms(shape.rows(isa)):
+        _write_some_rows(Code(module, name, 9, isa), shape, rows, first)
     _write_multiply(Code(module, "multiply", 8, isa), shape)
     _write_finish(Code(module, "finish", 9, isa), shape)
     _write_work(Code(module, "work", 1, isa), shape)
@@ -429,16 +411,11 @@ def _write_work(code: Code, shape: PackedShape) -> None:
         call["num_groups"], inputs, notes, sums,  # which are not used yet
     )  # fmt: skip
 
-    def words(table: Int, number: Int, names: tuple[str, ...]) -> dict[str, Int]:
-        address = table + number * (len(names) * WORD_BYTES)
-        return {name: code.number(address + n * WORD_BYTES) for n, name in enumerate(names)}
-
     def matrix_of(number: Int) -> dict[str, Int]:
-        return words(frame + len(FRAME) * WORD_BYTES, number, MATRIX)
+        return words_at(code, frame + len(FRAME) * WORD_BYTES, number, MATRIX)
 
     block_bytes = call["num_groups"] * shape.form.record_bytes
-
-    gated = shape.activation is not None
+    is_gated = shape.activation is not None
 
     def place(matrix: dict[str, Int], block: Int) -> Int:
         return matrix["data"] + block * block_bytes
@@ -451,15 +428,15 @@ def _write_work(code: Code, shape: PackedShape) -> None:
 
     def item(number: Int, following: Int) -> None:
         """All blocks of an item; ``following`` is the one that this thread does next."""
-        own = words(call["items"], number, ITEM)
-        after = words(call["items"], following.at_most(call["num_items"] - 1), ITEM)
+        own = words_at(code, call["items"], number, ITEM)
+        after = words_at(code, call["items"], following.at_most(call["num_items"] - 1), ITEM)
         matrix = matrix_of(own["matrix"])
         beyond = place(matrix_of(after["matrix"]), after["start"])
-        other = matrix_of(code.whole(1)) if gated else matrix
+        other = matrix_of(code.whole(1)) if is_gated else matrix
 
         def block(b: Int) -> None:
             here, end = place(matrix, b), place(matrix, b + 1)
-            if gated:
+            if is_gated:
                 there = place(other, b)
                 more = code.choose(b + 1 < own["stop"], end, beyond)
                 multiply(here, sums, end, there)
@@ -476,13 +453,7 @@ def _write_work(code: Code, shape: PackedShape) -> None:
 
         code.each(own["stop"], block, start=own["start"])
 
-    def take(_: Int, taken: list[Value]) -> list[Value]:
-        # An item is taken before the one before it is done: memory is asked for it in time.
-        number, following = Int(code.b, taken[0]), code.take(word("next_item"))
-        code.when(number < call["num_items"], lambda: item(number, following))
-        return [following.value]
-
-    code.loop(call["num_items"], [code.take(word("next_item")).value], take)
+    each_item(code, word("next_item"), call["num_items"], item)
     code.end()
 
 
