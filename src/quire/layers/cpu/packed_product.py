@@ -103,17 +103,17 @@ class PackedProduct:
         # By torch's number of threads. None is dropped: a recorded call reads its items.
         self._plans: dict[int, Numbers] = {}
 
-    def step_for(self, x: Tensor) -> int | None:
-        """Count the rows [..., K] that our kernel multiplies; None if torch is to do it."""
-        num_rows = prod(x.shape[:-1])
+    def run(self, x: Tensor) -> tuple[Tensor, ...] | None:
+        """Multiply inputs [..., K] by our kernel; None if torch is to do it."""
+        lead = x.shape[:-1]
+        num_rows = prod(lead)
         if x.shape[-1] != self._num_inputs or not 0 < num_rows <= self.most_rows:
             return None
-        ours = x.dtype is self._dtype and x.is_cpu
-        return num_rows if ours and not (torch.is_grad_enabled() and x.requires_grad) else None
-
-    def run(self, x: Tensor, num_rows: int) -> tuple[Tensor, ...]:
+        if x.dtype is not self._dtype or not x.is_cpu:
+            return None
+        if torch.is_grad_enabled() and x.requires_grad:
+            return None
         row_bytes = self._num_inputs * x.itemsize
-        lead = x.shape[:-1]
         if not x.is_contiguous():
             x = with_dense_rows(x.reshape(num_rows, self._num_inputs))
             row_bytes = x.stride(0) * x.itemsize
