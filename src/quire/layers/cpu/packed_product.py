@@ -8,14 +8,13 @@ import struct
 from collections.abc import Sequence
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels.compile import KINDS, Kernels, with_dense_rows
 from quire.kernels.language import Isa
 from quire.kernels.threads import Scratch, Threads
-from quire.layers.cpu.linear_frame import Numbers
+from quire.layers.cpu.linear_frame import Numbers, cut
 from quire.layers.cpu.packed_frame import FRAME, MATRIX, UNPACK_FRAME, PackedShape
 from quire.layers.cpu.packed_kernel import write_unpacker, write_worker
 from quire.layers.cpu.packed_weight import BLOCK, PackedWeight
@@ -52,8 +51,12 @@ def usual_rows(isa: Isa, dtype: torch.dtype) -> int:
     Measured on two cores with AVX-512 VNNI and without bfloat16. Where a CPU multiplies bfloat16
     itself torch is much faster than there, and fewer is a guess.
     """
-    by_16 = dtype == torch.bfloat16 and (isa.bf16_convert or isa.amx)
-    return _MOST_ROWS // 4 if by_16 else _MOST_ROWS
+    return _MOST_ROWS // 4 if _is_fast_in_16_bits(isa, dtype) else _MOST_ROWS
+
+
+def _is_fast_in_16_bits(isa: Isa, dtype: torch.dtype) -> bool:
+    """Tell whether torch's products are faster in a dtype than in float32."""
+    return dtype == torch.bfloat16 and (isa.bf16_convert or isa.amx)
 
 
 class PackedProduct:
@@ -89,9 +92,8 @@ class PackedProduct:
         self._work = kernels.address(
             f"packed {self._shape}", lambda module: write_worker(module, self._shape, self._isa)
         )
-        # In float32 unless the CPU multiplies 16 bits faster.
-        by_16 = dtype == torch.bfloat16 and (self._isa.bf16_convert or self._isa.amx)
-        self._by_torch_dtype = dtype if by_16 else torch.float32
+        fast_in_16 = _is_fast_in_16_bits(self._isa, dtype)
+        self._by_torch_dtype = dtype if fast_in_16 else torch.float32
         self._plain = PackedShape(kind=KINDS[self._by_torch_dtype], form=form)
         self._unpacker = 0  # compiled when there are many rows for the first time
         size = dtype.itemsize
@@ -181,20 +183,13 @@ class PackedProduct:
 
     def _items(self, most_threads: int) -> Numbers:
         """How threads share the blocks: i64[items, len(ITEM)]."""
-        several = self._weights[: self._outs]
+        sizes = [weight.data.shape[0] for weight in self._weights[: self._outs]]
         block_bytes = self._weights[0].data[0].nbytes
         if sum(weight.data.nbytes for weight in self._weights) < _WORTH_THREADS:
             most_threads = 1
-        blocks = sum(weight.data.shape[0] for weight in several)
+        blocks = sum(sizes)
         step = max(1, min(_ITEM_BYTES // block_bytes, ceil_div(blocks, most_threads * 4)))
-        if most_threads == 1:
-            step = blocks
-        items = [
-            (matrix, start, min(start + step, weight.data.shape[0]))
-            for matrix, weight in enumerate(several)
-            for start in range(0, weight.data.shape[0], step)
-        ]
-        return np.array(items, np.int64)
+        return cut(sizes, blocks if most_threads == 1 else step)
 
 
 def _checked(
