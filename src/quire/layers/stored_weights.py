@@ -78,7 +78,7 @@ def read_stored(
 
 def _group_size(codes: Tensor, scales: Tensor, zeros: Tensor) -> int:
     num_outputs, num_inputs = codes.shape
-    groups = scales.shape[1] if scales.dim() == 2 else 0
+    groups = scales.shape[1]
     if not groups or scales.shape != (num_outputs, groups) or zeros.shape != scales.shape:
         raise ValueError(
             f"codes are {list(codes.shape)}, scales {list(scales.shape)} and zeros "
