@@ -102,7 +102,9 @@ class PackedProduct:
             for weight, width, bias in zip(self._weights, self._widths, self._biases, strict=True)
         ]
         self._frame = struct.Struct(f"{len(FRAME) + len(weights) * len(MATRIX)}q")
-        # By torch's number of threads. None is dropped: a recorded call reads its items.
+        weights_bytes = sum(weight.data.nbytes for weight in self._weights)
+        self._is_worth_threads = weights_bytes >= _WORTH_THREADS
+        # By the number of threads. None is dropped: a recorded call reads its items.
         self._plans: dict[int, Numbers] = {}
 
     def run(self, x: Tensor) -> tuple[Tensor, ...] | None:
@@ -119,7 +121,7 @@ class PackedProduct:
         if not x.is_contiguous():
             x = with_dense_rows(x.reshape(num_rows, self._num_inputs))
             row_bytes = x.stride(0) * x.itemsize
-        most = self._threads.most
+        most = self._threads.most if self._is_worth_threads else 1
         items = self._plans.get(most)
         if items is None:
             items = self._plans.setdefault(most, self._items(most))
@@ -185,8 +187,6 @@ class PackedProduct:
         """How threads share the blocks: i64[items, len(ITEM)]."""
         sizes = [weight.data.shape[0] for weight in self._weights[: self._outs]]
         block_bytes = self._weights[0].data[0].nbytes
-        if sum(weight.data.nbytes for weight in self._weights) < _WORTH_THREADS:
-            most_threads = 1
         blocks = sum(sizes)
         step = max(1, min(_ITEM_BYTES // block_bytes, ceil_div(blocks, most_threads * 4)))
         return cut(sizes, blocks if most_threads == 1 else step)
