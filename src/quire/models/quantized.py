@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from quire.errors import MemoryUnavailable, ModelNotLoadable
 from quire.layers.cpu import CpuLinear
-from quire.layers.cpu.packed_weight import BLOCK, PackedForm, quantize
+from quire.layers.cpu.packed_weight import BLOCK, PackedForm
 from quire.layers.packed_linear import PackedLinear
 from quire.memory.host.huge_pages import drop_file_pages, huge_pieces
 from quire.memory.machine.probe import mapped_from_files
@@ -44,7 +44,7 @@ def quantize_layers(
     """
     begun = perf_counter()
     packed_form = PackedForm(bits=form.bits, group_size=form.group_size, has_zeros=form.has_zeros)
-    by_kernel = CpuLinear(kernel_dir=kernel_dir).quantizer(packed_form)
+    quantizer = CpuLinear(kernel_dir=kernel_dir).quantizer(packed_form)
     chosen = dict(quantizable(model))
     shapes = [packed_form.shape(m.out_features, m.in_features) for m in chosen.values()]
     places = _pieces([blocks * groups * size for blocks, groups, size in shapes])
@@ -52,10 +52,7 @@ def quantize_layers(
     for (where, layer), place in zip(chosen.items(), places, strict=True):
         weight = layer.weight.detach()
         try:
-            if by_kernel.fits(weight):
-                packed = by_kernel(weight, place)
-            else:
-                packed = quantize(weight, packed_form, place)
+            packed = quantizer(weight, place)
         except ValueError as error:
             raise ModelNotLoadable(f"{name}: {where} cannot be quantized: {error}") from None
         before, after = before + weight.nbytes, after + packed.data.nbytes

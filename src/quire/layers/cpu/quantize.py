@@ -29,7 +29,7 @@ from quire.kernels.threads import Threads
 from quire.layers.cpu.linear_frame import WORD_BYTES
 from quire.layers.cpu.packed_frame import PackedShape
 from quire.layers.cpu.packed_kernel import with_group
-from quire.layers.cpu.packed_weight import BLOCK, STEP, PackedForm, PackedWeight
+from quire.layers.cpu.packed_weight import BLOCK, STEP, PackedForm, PackedWeight, quantize
 from quire.units import align_up, ceil_div
 
 _COUNTERS = ("next_block", "next_thread", "num_bad")  # shared by the threads
@@ -61,6 +61,8 @@ class Quantizer:
         Raises: ValueError for weights that are no numbers.
         """
         form = self._form
+        if not self.fits(weight):
+            return quantize(weight, form, out)
         shape = PackedShape(kind=KINDS[weight.dtype], form=form)
         work = self._kernels.address(
             f"quantize {shape}", lambda module: write_quantizer(module, shape, self._kernels.isa)
