@@ -164,6 +164,18 @@ def test_a_row_is_the_same_alone_and_in_any_batch(which: Which, use_threads: Use
             assert torch.equal(part, whole[first:last])
 
 
+def test_little_weights_are_multiplied_by_one_thread(use_threads: Use) -> None:
+    which = SETS[0]
+    cpu = linears("native")
+    use_threads(2)
+    for outputs, num_threads in ((64, 1), (1024, 2)):
+        x, weights = some(23, which, 1, 256, *[outputs] * 3)
+        with cpu.threads.listening():
+            cpu.bind(weights, None, torch.bfloat16)(x)
+            (heard,) = cpu.threads.take_heard()
+        assert heard.num_threads == num_threads
+
+
 @pytest.mark.parametrize("which", SETS[::2], ids=name_of)
 def test_gated_rounds_where_separate_operations_round(which: Which) -> None:
     isa, dtype, _ = which

@@ -1,7 +1,7 @@
 """A tiny model of a class, with random weights that make its tokens differ."""
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from zoo.sizes import causal_class, tiny_config
 
@@ -10,10 +10,14 @@ _WIDTH, _SHIFT = 0.08, 0.05
 
 def tiny_model(model_type: str) -> PreTrainedModel:
     """In float32, with the attention of its own that is easiest to trust (eager)."""
-    config = tiny_config(model_type)
+    return with_random_weights(causal_class(model_type), tiny_config(model_type))
+
+
+def with_random_weights(own: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of a class and a config, in float32 with eager attention."""
     torch.manual_seed(0)
-    model = causal_class(model_type)._from_config(config, attn_implementation="eager")
-    model = model.eval().float()
+    made = own._from_config(config, attn_implementation="eager")
+    model: PreTrainedModel = made.eval().float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

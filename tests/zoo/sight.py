@@ -17,10 +17,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from seers import token_id, word_tokenizer
+from zoo.build import with_random_weights
 from zoo.sizes import tiny_sizes
 
 SIDE, PATCH = 28, 14
-_WIDTH, _SHIFT = 0.08, 0.05
 _Sizes = dict[str, Any]
 # Of sections that see; those of text are zoo.sizes'.
 SIGHT: _Sizes = dict(
@@ -102,15 +102,7 @@ def tiny_seer(model_type: str) -> tuple[PreTrainedModel, "StandIn"]:
     own = CONFIG_MAPPING[model_type]
     config = own(**_merged(tiny_sizes(own, model_type, SIGHT), OWN.get(model_type, {})))
     _renumber(config)
-    torch.manual_seed(0)
-    made = seeing_class(model_type)._from_config(config, attn_implementation="eager")
-    model: PreTrainedModel = made.eval().float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, _WIDTH)
-            else:
-                parameter.add_(torch.randn_like(parameter), alpha=_SHIFT)
+    model = with_random_weights(seeing_class(model_type), config)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     return model, StandIn(model)
 

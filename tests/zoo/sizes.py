@@ -291,8 +291,8 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     own = causal_class(model_type).config_class
     parts = [type(part) for part in vars(whole()).values() if isinstance(part, PreTrainedConfig)]
     if own in parts:
-        return own(**_tiny(own, own.model_type))
-    return whole(**_tiny(whole, model_type))
+        return own(**tiny_sizes(own, own.model_type))
+    return whole(**tiny_sizes(whole, model_type))
 
 
 def causal_class(model_type: str) -> type[PreTrainedModel]:
@@ -301,15 +301,10 @@ def causal_class(model_type: str) -> type[PreTrainedModel]:
     return found
 
 
-def tiny_sizes(config: type[PreTrainedConfig], model_type: str, sight: Mapping[str, Any]) -> _Sizes:
-    """The arguments of a class that sees; ``sight`` has sizes for its sections that see."""
-    return _tiny(config, model_type, sight)
-
-
-def _tiny(
+def tiny_sizes(
     config: type[PreTrainedConfig], model_type: str, sight: Mapping[str, Any] = _NOTHING
 ) -> _Sizes:
-    """The arguments, those of its sections inside them."""
+    """The arguments, those of sections inside them; ``sight`` has those of sections that see."""
     full = config()
     common = COMMON
     if sight:  # an image has many tokens
@@ -324,7 +319,7 @@ def _tiny(
     for name in config.sub_configs:
         section = getattr(full, name, None)
         if isinstance(section, PreTrainedConfig):
-            sizes[name] = _tiny(type(section), section.model_type, sight)
+            sizes[name] = tiny_sizes(type(section), section.model_type, sight)
     if sight:
         sizes = {name: _of_kind(full, name, value) for name, value in sizes.items()}
         axes = getattr(full, "rope_parameters", None) or {}

@@ -359,9 +359,23 @@ class Code:
             a = join(a, other)
         return self.b.extract_element(a, ir.Constant(I32, 0))
 
-    def largest_int(self, a: Value) -> Value:
-        """Find the largest lane of whole numbers without a sign, as a scalar."""
-        return self._fold(a, lambda x, y: self.b.select(self.b.icmp_unsigned(">", x, y), x, y))
+    def largest_magnitude(self, several: list[Value]) -> Value:
+        """Find the bits of the largest float of some vectors, all taken without a sign: a scalar.
+
+        As whole numbers they are in the same order, and what is no number comes last.
+        """
+        largest = self.ints(0)
+        for value in several:
+            size = self.b.and_(self.b.bitcast(value, INTS), self.ints(0x7FFFFFFF))
+            largest = self._larger_int(size, largest)
+        return self._fold(largest, self._larger_int)
+
+    def _larger_int(self, a: Value, b: Value) -> Value:
+        return self.b.select(self.b.icmp_unsigned(">", a, b), a, b)
+
+    def sum_ints(self, a: Value) -> Value:
+        """Sum all lanes of whole numbers, as a scalar."""
+        return self._fold(a, self.b.add)
 
     def round(self, a: Value) -> Value:
         """Round to the nearest whole numbers, ties to even."""

@@ -28,6 +28,26 @@ STORED_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
 })  # fmt: skip
 
 
+def stored_bits(
+    method: str, tensors: Mapping[str, Tensor], num_outputs: int, num_inputs: int
+) -> int:
+    """Find in how many bits a layer's codes are: files may mix them.
+
+    ``tensors``: words i32[…, …], as for ``read_stored``.
+    Raises: ValueError for other than 4 and 8.
+    """
+    if method == "gptq":
+        words, codes = tensors["qweight"].shape[0], num_inputs
+    elif method == "awq":
+        words, codes = tensors["qweight"].shape[-1], num_outputs
+    else:
+        words, codes = tensors["weight_packed"].shape[-1], num_inputs
+    bits = _WORD_BITS * words // codes
+    if bits not in (4, 8):
+        raise ValueError(f"{words} words for {codes} codes are neither of 4 nor of 8 bits")
+    return bits
+
+
 def read_stored(
     method: str, tensors: Mapping[str, Tensor], *, bits: int, zeros_less: int = 1
 ) -> PackedWeight:
@@ -78,7 +98,7 @@ def read_stored(
 
 def _group_size(codes: Tensor, scales: Tensor, zeros: Tensor) -> int:
     num_outputs, num_inputs = codes.shape
-    groups = scales.shape[1] if scales.dim() == 2 else 0
+    groups = scales.shape[1]
     if not groups or scales.shape != (num_outputs, groups) or zeros.shape != scales.shape:
         raise ValueError(
             f"codes are {list(codes.shape)}, scales {list(scales.shape)} and zeros "

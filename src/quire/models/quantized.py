@@ -19,17 +19,16 @@ from transformers import PreTrainedModel
 
 from quire.errors import MemoryUnavailable, ModelNotLoadable
 from quire.layers.cpu import CpuLinear
-from quire.layers.cpu.packed_weight import BLOCK, PackedForm, quantize
+from quire.layers.cpu.packed_weight import BLOCK, PackedForm
 from quire.layers.packed_linear import PackedLinear
 from quire.memory.host.huge_pages import drop_file_pages, huge_pieces
 from quire.memory.machine.probe import mapped_from_files
+from quire.spec.module_names import is_of_tower
 from quire.spec.weight_forms import WeightForm
 from quire.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-_TOWERS = frozenset({"visual", "multi_modal_projector", "mm_projector"})
-_OTHER_SENSES = ("vision_", "audio_")
 _READ_AS_MATRIX = frozenset({"kv_b_proj"})  # ``executors.latent`` takes it apart
 _READS_WEIGHT = re.compile(r"\.(\w+)\.weight\b")  # of a layer by its name, in a class's code
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
@@ -45,7 +44,7 @@ def quantize_layers(
     """
     begun = perf_counter()
     packed_form = PackedForm(bits=form.bits, group_size=form.group_size, has_zeros=form.has_zeros)
-    by_kernel = CpuLinear(kernel_dir=kernel_dir).quantizer(packed_form)
+    quantizer = CpuLinear(kernel_dir=kernel_dir).quantizer(packed_form)
     chosen = dict(quantizable(model))
     shapes = [packed_form.shape(m.out_features, m.in_features) for m in chosen.values()]
     places = _pieces([blocks * groups * size for blocks, groups, size in shapes])
@@ -53,10 +52,7 @@ def quantize_layers(
     for (where, layer), place in zip(chosen.items(), places, strict=True):
         weight = layer.weight.detach()
         try:
-            if by_kernel.fits(weight):
-                packed = by_kernel(weight, place)
-            else:
-                packed = quantize(weight, packed_form, place)
+            packed = quantizer(weight, place)
         except ValueError as error:
             raise ModelNotLoadable(f"{name}: {where} cannot be quantized: {error}") from None
         before, after = before + weight.nbytes, after + packed.data.nbytes
@@ -79,9 +75,7 @@ def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
         if type(module) is not nn.Linear or module is head:
             continue
         parts = name.split(".")
-        if _TOWERS & {*parts} or any(part.startswith(_OTHER_SENSES) for part in parts):
-            continue
-        if parts[-1] in left or module.out_features < BLOCK:
+        if is_of_tower(parts) or parts[-1] in left or module.out_features < BLOCK:
             continue
         if module.weight.device.type == "cpu":
             yield name, module

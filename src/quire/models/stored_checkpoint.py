@@ -23,7 +23,7 @@ from transformers.quantizers import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quire.layers.packed_linear import PackedLinear
-from quire.layers.stored_weights import STORED_NAMES, read_stored
+from quire.layers.stored_weights import STORED_NAMES, read_stored, stored_bits
 from quire.models.quantized import put
 
 _NAME = "quire"
@@ -36,7 +36,6 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "F32": torch.float32,
     }
 )
-_WORD_BITS = 32
 
 
 class StoredConfig(QuantizationConfigMixin):
@@ -145,7 +144,7 @@ class StoredQuantizer(HfQuantizer):
                 packed = read_stored(
                     config.method,
                     tensors,
-                    bits=_bits(config.method, layer, tensors),
+                    bits=stored_bits(config.method, tensors, layer.out_features, layer.in_features),
                     zeros_less=config.zeros_less,
                 )
                 if packed.shape != (layer.out_features, layer.in_features):
@@ -176,17 +175,3 @@ def _tensors(
                         raise ValueError(f"{name} is in {part.get_dtype()}")
                     found.setdefault(where, {})[own] = dtype, part.get_shape()
     return found
-
-
-def _bits(method: str, layer: StoredLinear, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Find in how many bits a layer's codes are: files may mix them."""
-    if method == "gptq":
-        words, codes = tensors["qweight"].shape[0], layer.in_features
-    elif method == "awq":
-        words, codes = tensors["qweight"].shape[-1], layer.out_features
-    else:
-        words, codes = tensors["weight_packed"].shape[-1], layer.in_features
-    bits = _WORD_BITS * words // codes
-    if bits not in (4, 8):
-        raise ValueError(f"{words} words for {codes} codes are neither of 4 nor of 8 bits")
-    return bits

@@ -17,6 +17,7 @@ from quire.errors import ModelNotLoadable
 from quire.memory.budget import Footprint
 from quire.planner.parameters import Shapes, WeightParts
 from quire.spec.model_files import safetensors_files
+from quire.spec.module_names import is_of_tower
 
 
 def footprint_of(
@@ -44,7 +45,6 @@ _EXPERT = re.compile(r"\.experts?\.\d+\.")
 _ROUTED = frozenset({"experts", "switch_mlp"})
 _TABLES = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings"})
 _MIXERS = frozenset({"mixer", "mamba"})
-_TOWERS = frozenset({"visual", "multi_modal_projector", "mm_projector"})
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _FLOATS: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
 _BYTES: Mapping[str, int] = MappingProxyType(
@@ -131,7 +131,7 @@ def parts_of(
 def _part(name: str, tensor: Stored) -> str:
     """Return the part that a tensor belongs to; what has no known name is read by every step."""
     modules = frozenset(name.split(".")[:-1])
-    if modules & _TOWERS or any(each.startswith(("vision_", "audio_")) for each in modules):
+    if is_of_tower(modules):
         return "towers"
     if modules & _ROUTED:
         return "experts"

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.attention.cpu.call_frame import WORD_BYTES
 from quire.attention.gather import check_entries
 from quire.kernels.compile import KINDS, Kernels, with_dense_rows, words
-from quire.kernels.language import F32, INTS, LANES, Code, Int, Isa
+from quire.kernels.language import F32, LANES, Code, Int, Isa
 from quire.kernels.number_formats import KIND_BYTES, load_as, store_as
 from quire.kernels.threads import KernelCall, Threads
 from quire.kv import LayerView
@@ -115,13 +115,7 @@ def _entry(code: Code, shape: WriteShape, width: int, source: Int, target: Int, 
 
 def _codes(code: Code, values: list[Value], scale_at: Int) -> list[Value]:
     """Quantize an entry: its codes are whole floats, and its scale is written."""
-    # As integers, floats without a sign are in the same order, and what is no number comes last.
-    largest = code.ints(0)
-    for value in values:
-        magnitude = code.b.and_(code.b.bitcast(value, INTS), code.ints(0x7FFFFFFF))
-        bigger = code.b.icmp_unsigned(">", magnitude, largest)
-        largest = code.b.select(bigger, magnitude, largest)
-    amax = code.b.bitcast(code.largest_int(largest), F32)
+    amax = code.b.bitcast(code.largest_magnitude(values), F32)
     most = ir.Constant(F32, 127.0)
     code.write(code.b.fdiv(amax, most), scale_at)
     by = code.splat(code.b.fdiv(most, amax))

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,34 +145,28 @@ class BoundLinear:
     """Weights that are multiplied with one input in one call."""
 
     def __init__(self, product: "_Product | PackedProduct") -> None:
-        self._product: Any = product  # both have the same few functions, and steps of their own
+        self._product = product
         self.most_rows = product.most_rows
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:  # [..., K] -> [..., N] of each weight
-        product = self._product
-        step = product.step_for(x)
-        outs: tuple[Tensor, ...] = product.by_torch(x) if step is None else product.run(x, step)
-        return outs
+        outs = self._product.run(x)
+        return self._product.by_torch(x) if outs is None else outs
 
 
 class BoundGated:
     """A gate and what it gates."""
 
     def __init__(self, product: "_Product | PackedProduct", activation: str) -> None:
-        self._product: Any = product
+        self._product = product
         self._activation = torch_activation(activation)
         self.most_rows = product.most_rows
 
     def __call__(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        product = self._product
-        step = product.step_for(x)
-        if step is None:
-            gate, up = product.by_torch(x)
-            joined: Tensor = self._activation(gate) * up
-            return joined
-        out: Tensor
-        (out,) = product.run(x, step)
-        return out
+        outs = self._product.run(x)
+        if outs is None:
+            gate, up = self._product.by_torch(x)
+            return self._activation(gate) * up
+        return outs[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,8 +227,7 @@ class _Product:
         # By torch's number of threads. None is dropped: a recorded call reads its items.
         self._plans: dict[int, _Plan] = {}
 
-    def step_for(self, x: Tensor) -> _Step | None:
-        """How our kernel multiplies an input; None if torch is to do it."""
+    def _step_for(self, x: Tensor) -> _Step | None:
         step = self._steps.get(x.shape) or self._prepare(x.shape)
         if step is None or x.dtype is not self._dtype or not x.is_cpu:
             return None
@@ -251,7 +243,11 @@ class _Product:
         outs = [functional.linear(rows, weight, bias)[:num_rows] for weight, bias in pairs]
         return tuple([out.view(*x.shape[:-1], out.shape[1]) for out in outs])
 
-    def run(self, x: Tensor, step: _Step) -> tuple[Tensor, ...]:
+    def run(self, x: Tensor) -> tuple[Tensor, ...] | None:
+        """Multiply by our kernel; None if torch is to do it."""
+        step = self._step_for(x)
+        if step is None:
+            return None
         row_bytes = self._num_inputs * x.itemsize
         if not x.is_contiguous():
             x = with_dense_rows(x.reshape(step.num_rows, self._num_inputs))

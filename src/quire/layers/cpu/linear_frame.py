@@ -80,9 +80,14 @@ def items_of(widths: Sequence[int], row_bytes: int, threads: int) -> Numbers:
     blocks = sum(ceil_div(width, BLOCK) for width in widths)
     most = min(_ITEM_BYTES // (BLOCK * row_bytes), blocks // (threads * _ITEMS_A_THREAD))
     step = BLOCK * max(1, most)
+    return cut(widths, step)
+
+
+def cut(sizes: Sequence[int], step: int) -> Numbers:
+    """Cut each matrix into items of ``step`` at most: i64[items, len(ITEM)]."""
     items = [
-        (matrix, start, min(start + step, width))
-        for matrix, width in enumerate(widths)
-        for start in range(0, width, step)
+        (matrix, start, min(start + step, size))
+        for matrix, size in enumerate(sizes)
+        for start in range(0, size, step)
     ]
     return np.array(items, np.int64)

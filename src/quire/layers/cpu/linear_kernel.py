@@ -4,7 +4,7 @@ An item is taken before the one before it is done, so that memory is asked for t
 time, whichever thread multiplies them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from llvmlite import ir
 from llvmlite.ir import Value
@@ -69,7 +69,7 @@ _OUTPUTS = 4  # that share a load of inputs
 def write_vectors(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
     """Add "pack" and "multiply" to a module."""
     _pack_for_vectors(Code(module, "pack", 6, isa), shape)
-    for name, rows, first in _forms(isa):
+    for name, rows, first in row_forms(_rows(isa)):
         _some_rows(Code(module, name, 8, isa), shape, rows, first)
     _multiply_vectors(Code(module, "multiply", 8, isa), shape)
 
@@ -79,14 +79,32 @@ def _rows(isa: Isa) -> int:
     return 4 if isa.registers >= 32 else 1
 
 
-def _forms(isa: Isa) -> Iterator[tuple[str, int, bool]]:
-    for rows in sorted({1, _rows(isa)}):
+def row_forms(at_once: int) -> Iterator[tuple[str, int, bool]]:
+    """List the kernels that ``each_rows`` runs: name, number of rows, whether of the first ones."""
+    for rows in sorted({1, at_once}):
         for first in (True, False):
-            yield _vectors_name(rows, first), rows, first
+            yield _form_name(rows, first), rows, first
 
 
-def _vectors_name(rows: int, first: bool) -> str:
+def _form_name(rows: int, first: bool) -> str:
     return f"multiply_{rows}" + "_first" * first
+
+
+def each_rows(
+    code: Code, num_rows: Int, at_once: int, arguments: Callable[[Int], tuple[Int, ...]]
+) -> None:
+    """Run the kernels of ``row_forms`` over all rows, with their arguments from a row on."""
+
+    def several(r: Int, rows: int) -> None:
+        def run(first: bool) -> None:
+            code.run(_form_name(rows, first), *arguments(r))
+
+        code.either(r.equals(0), lambda: run(True), lambda: run(False))
+
+    full = num_rows // at_once * at_once
+    if at_once > 1:
+        code.each(full, lambda r: several(r, at_once), step=at_once)
+    code.each(num_rows, lambda r: several(r, 1), start=full if at_once > 1 else 0)
 
 
 def _pack_for_vectors(code: Code, shape: ProductShape) -> None:
@@ -132,7 +150,6 @@ def _multiply_vectors(code: Code, shape: ProductShape) -> None:
     x_row = (num_inputs + (step - 1)) // step * LINE_BYTES
     whole = num_inputs // step
     rest = num_inputs - whole * step
-    at_once = _rows(code.isa)
 
     def last_inputs() -> None:
         for o in range(BLOCK):
@@ -145,20 +162,11 @@ def _multiply_vectors(code: Code, shape: ProductShape) -> None:
         here, line = weights + o * row_bytes, room + o * LINE_BYTES
         following = code.choose(o + _OUTPUTS < BLOCK, weights + (o + _OUTPUTS) * row_bytes, ahead)
 
-        def run(rows: int, r: Int, first: bool) -> None:
+        def arguments(r: Int) -> tuple[Int, ...]:
             to = sums + r // LANES * PANEL_BYTES + o * LINE_BYTES + r % LANES * 4
-            code.run(
-                _vectors_name(rows, first), here, row_bytes, num_inputs, x + r * x_row, x_row, to,
-                following, line,
-            )  # fmt: skip
+            return here, row_bytes, num_inputs, x + r * x_row, x_row, to, following, line
 
-        def several(r: Int, rows: int) -> None:
-            code.either(r.equals(0), lambda: run(rows, r, True), lambda: run(rows, r, False))
-
-        full = num_rows // at_once * at_once
-        if at_once > 1:
-            code.each(full, lambda r: several(r, at_once), step=at_once)
-        code.each(num_rows, lambda r: several(r, 1), start=full if at_once > 1 else 0)
+        each_rows(code, num_rows, _rows(code.isa), arguments)
 
     code.each(BLOCK, some_outputs, step=_OUTPUTS)
     code.end()
@@ -237,21 +245,30 @@ def write_finish(code: Code, shape: ProductShape) -> None:
     def with_bias(place: Int, bias: Int) -> Value:
         return code.b.fadd(code.load(place), load_as(code, bias, shape.kind))
 
-    def rounded(value: Value) -> Value:
-        if shape.kind == "f32":
-            return value
-        store_as(code, value, room, shape.kind)
-        return load_as(code, room, shape.kind)
-
     def row(r: Int) -> None:
         value = with_bias(sums + r * LINE_BYTES, bias)
         if shape.activation is not None:
-            gate = rounded(activate(code, rounded(value), shape.activation))
-            value = code.b.fmul(gate, rounded(with_bias(others + r * LINE_BYTES, other_bias)))
+            other = with_bias(others + r * LINE_BYTES, other_bias)
+            value = gated(code, value, other, shape.activation, shape.kind, room)
         store_as(code, value, out + r * out_row, shape.kind)
 
     code.each(count, row)
     code.end()
+
+
+def gated(code: Code, gate: Value, up: Value, activation: str, kind: str, room: Int) -> Value:
+    """Compute act(gate) * up of outputs of a kind, each rounded where torch rounds it.
+
+    ``room`` is memory for a line.
+    """
+
+    def rounded(value: Value) -> Value:
+        if kind == "f32":
+            return value
+        store_as(code, value, room, kind)
+        return load_as(code, room, kind)
+
+    return code.b.fmul(rounded(activate(code, rounded(gate), activation)), rounded(up))
 
 
 # -- the worker ------------------------------------------------------------------------------------
@@ -266,6 +283,27 @@ def write_worker(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
     write_turn(Code(module, "turn", 1, isa))
     write_finish(Code(module, "finish", 8, isa), shape)
     _Worker(Code(module, "work", 1, isa), shape).write()
+
+
+def each_item(code: Code, next_item: Int, num_items: Int, item: Callable[[Int, Int], None]) -> None:
+    """Write ``item(number, following)`` for all that this thread takes by a counter's address.
+
+    ``following`` is the one that it does next: it is taken before, so that memory is asked for it
+    in time.
+    """
+
+    def take(_: Int, taken: list[Value]) -> list[Value]:
+        number, following = Int(code.b, taken[0]), code.take(next_item)
+        code.when(number < num_items, lambda: item(number, following))
+        return [following.value]
+
+    code.loop(num_items, [code.take(next_item).value], take)
+
+
+def words_at(code: Code, table: Int, number: Int, names: tuple[str, ...]) -> dict[str, Int]:
+    """Read the words of a table's entry, by their names."""
+    address = table + number * (len(names) * WORD_BYTES)
+    return {name: code.number(address + n * WORD_BYTES) for n, name in enumerate(names)}
 
 
 class _Worker:
@@ -297,13 +335,7 @@ class _Worker:
             self.room,
         )  # fmt: skip
 
-        def take(_: Int, taken: list[Value]) -> list[Value]:
-            item, following = Int(code.b, taken[0]), code.take(self.word("next_item"))
-            code.when(item < call["num_items"], lambda: self._item(item, following))
-            return [following.value]
-
-        first = code.take(self.word("next_item"))
-        code.loop(call["num_items"], [first.value], take)
+        each_item(code, self.word("next_item"), call["num_items"], self._item)
         if self.shape.tiles:
             code.run("release_tiles")
         code.end()
@@ -311,8 +343,8 @@ class _Worker:
     def _item(self, number: Int, following: Int) -> None:
         """All outputs of an item; ``following`` is the one that this thread does next."""
         code, call = self.code, self.call
-        item = self._words(call["items"], number, ITEM)
-        after = self._words(call["items"], following.at_most(call["num_items"] - 1), ITEM)
+        item = words_at(code, call["items"], number, ITEM)
+        after = words_at(code, call["items"], following.at_most(call["num_items"] - 1), ITEM)
         matrix, next_matrix = (self._matrix(words["matrix"]) for words in (item, after))
         beyond = self._weights(next_matrix, after["start"])
 
@@ -333,12 +365,8 @@ class _Worker:
 
         code.each(item["stop"], block, start=item["start"], step=BLOCK)
 
-    def _words(self, table: Int, number: Int, names: tuple[str, ...]) -> dict[str, Int]:
-        address = table + number * (len(names) * WORD_BYTES)
-        return {name: self.code.number(address + n * WORD_BYTES) for n, name in enumerate(names)}
-
     def _matrix(self, number: Int) -> dict[str, Int]:
-        return self._words(self.frame + len(FRAME) * WORD_BYTES, number, MATRIX)
+        return words_at(self.code, self.frame + len(FRAME) * WORD_BYTES, number, MATRIX)
 
     def _first(self, matrix: dict[str, Int], start: Int) -> Int:
         """The last block begins earlier instead of being smaller: some outputs are found twice."""

@@ -10,6 +10,8 @@ a row's group: x = s · (d0 + (d1 + d2 / 254) / 254). Sums of bytes are exact. E
 floats. In both ways a row's sums are added up in the same order, however many rows there are.
 """
 
+from collections.abc import Callable
+
 from llvmlite import ir
 from llvmlite.ir import Value
 
@@ -25,9 +27,9 @@ from quire.kernels.language import (
     Int,
     Isa,
 )
-from quire.kernels.number_formats import KIND_BYTES, load_as, store_as
-from quire.layers.cpu.activation import activate
+from quire.kernels.number_formats import load_as, store_as
 from quire.layers.cpu.linear_frame import WORD_BYTES
+from quire.layers.cpu.linear_kernel import each_item, each_rows, gated, row_forms, words_at
 from quire.layers.cpu.packed_frame import (
     FRAME,
     ITEM,
@@ -49,44 +51,53 @@ _MOST = 127.0
 def _write_pack(code: Code, shape: PackedShape) -> None:
     """Add (x, its row bytes, rows, inputs, groups, target, notes, room for a line)."""
     x, row_bytes, num_rows, num_inputs, num_groups, target, notes, room = code.params
-    isa, size = code.isa, shape.element_bytes
-    group_size = shape.form.group_size
-    pieces = [(n, min(LANES, group_size - n)) for n in range(0, group_size, LANES)]
+    isa, group_size = code.isa, shape.form.group_size
 
     def group(g: Int, r: Int) -> None:
-        source = x + r * row_bytes + g * (group_size * size)
+        source = x + r * row_bytes + g * (group_size * shape.element_bytes)
         number = r * num_groups + g
         to = target + number * shape.group_bytes(isa)
         note = notes + number * shape.notes_bytes(isa)
         left = num_inputs - g * group_size
-
-        def whole() -> None:
-            values = [load_as(code, source + n * size, shape.kind, count) for n, count in pieces]
-            _write_group(code, shape, values, to, note)
-
-        def part() -> None:
-            # What is behind the last input is nothing.
-            for n in range(0, group_size, LANES):
-                place = room + n * 4
-                code.store(code.floats(0.0), place)
-
-            def one(k: Int) -> None:
-                _copy_one(code, shape, source + k * size, room + k * 4)
-
-            code.each(left, one)
-            values = [load_as(code, room + n * 4, "f32", count) for n, count in pieces]
-            _write_group(code, shape, values, to, note)
-
-        code.either(left >= group_size, whole, part)
+        with_group(
+            code, shape, source, left, room,
+            lambda values: _write_group(code, shape, values, to, note),
+        )  # fmt: skip
 
     code.each(num_rows, lambda r: code.each(num_groups, lambda g: group(g, r)))
     code.end()
 
 
-def _copy_one(code: Code, shape: PackedShape, source: Int, target: Int) -> None:
-    """One input as a float."""
-    value = load_as(code, source, shape.kind, 1)
-    code.write(code.b.extract_element(value, ir.Constant(I32, 0)), target)
+def with_group(
+    code: Code,
+    shape: PackedShape,
+    source: Int,
+    left: Int,
+    room: Int,
+    body: Callable[[list[Value]], None],
+) -> None:
+    """Write ``body(floats of a row's group)``: zeros are behind the ``left`` elements of the row.
+
+    ``room`` is memory for the floats of a group.
+    """
+    group_size, size = shape.form.group_size, shape.element_bytes
+    pieces = [(n, min(LANES, group_size - n)) for n in range(0, group_size, LANES)]
+
+    def whole() -> None:
+        body([load_as(code, source + n * size, shape.kind, count) for n, count in pieces])
+
+    def part() -> None:
+        for n, _ in pieces:
+            code.store(code.floats(0.0), room + n * 4)
+
+        def one(k: Int) -> None:
+            value = load_as(code, source + k * size, shape.kind, 1)
+            code.write(code.b.extract_element(value, ir.Constant(I32, 0)), room + k * 4)
+
+        code.each(left, one)
+        body([load_as(code, room + n * 4, "f32", count) for n, count in pieces])
+
+    code.either(left >= group_size, whole, part)
 
 
 def _write_group(
@@ -101,11 +112,7 @@ def _write_group(
             store_as(code, value, target + n * LINE_BYTES, "f32", count)
         code.write(code.sum(_added(code, values)), note)
         return
-    largest = code.ints(0)
-    for value in values:
-        size = code.b.and_(code.b.bitcast(value, INTS), code.ints(0x7FFFFFFF))
-        largest = code.b.select(code.b.icmp_unsigned(">", size, largest), size, largest)
-    amax = code.splat(code.b.bitcast(code.largest_int(largest), F32))
+    amax = code.splat(code.b.bitcast(code.largest_magnitude(values), F32))
     scale = code.b.fdiv(amax, code.floats(_MOST))
     by = code.b.fdiv(code.floats(_MOST), amax)
     sums = [code.ints(0)] * digits
@@ -120,7 +127,7 @@ def _write_group(
                 found = code.shuffle(found, found, list(range(count)))
             code.write(found, target + d * form.group_size + n * LANES)
             rest = code.b.fmul(code.b.fsub(rest, digit), code.floats(_DIGIT))
-    totals = [_sum_ints(code, each) for each in sums]
+    totals = [code.sum_ints(each) for each in sums]
     for d, total in enumerate(totals):  # codes have no sign there: they count from the lowest one
         code.write(code.b.mul(total, ir.Constant(I32, form.least)), note + d * 4)
     code.write(code.b.extract_element(scale, lane), note + digits * 4)
@@ -142,15 +149,6 @@ def _added(code: Code, values: list[Value]) -> Value:
     return total
 
 
-def _sum_ints(code: Code, value: Value) -> Value:
-    width = LANES
-    while width > 1:
-        width //= 2
-        picks = [width + i for i in range(width)] + [0] * (LANES - width)
-        value = code.b.add(value, code.shuffle(value, value, picks))
-    return code.b.extract_element(value, ir.Constant(I32, 0))
-
-
 def _of_digits(code: Code, sums: list[Value]) -> Value:
     """d0 + (d1 + d2 / 254) / 254, of floats."""
     total = sums[-1]
@@ -160,10 +158,6 @@ def _of_digits(code: Code, sums: list[Value]) -> Value:
 
 
 # -- products --------------------------------------------------------------------------------------
-
-
-def _name(rows: int, first: bool) -> str:
-    return f"multiply_{rows}" + "_first" * first
 
 
 def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool) -> None:
@@ -204,12 +198,8 @@ def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool) -> 
         scales = record + form.codes_bytes
         ask(scales, form.record_bytes - form.codes_bytes)
         for p in range(PANELS):
-            scale = load_as(
-                code, scales + p * PANEL * KIND_BYTES[shape.scale_kind], shape.scale_kind
-            )
-            zero = None
-            if form.has_zeros:
-                zero = load_as(code, scales + (form.scales_bytes + p * PANEL), "i8")
+            scale, zero = _scale_and_zero(code, shape, scales, p)
+            if zero is not None:
                 zero = code.b.fsub(code.floats(0.0), zero)
             for r in range(rows):
                 at = p * rows + r
@@ -227,6 +217,18 @@ def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool) -> 
 
     code.each(count, group)
     code.end()
+
+
+def _scale_and_zero(
+    code: Code, shape: PackedShape, scales: Int, panel: int
+) -> tuple[Value, Value | None]:
+    """Those of a panel's outputs, of a record whose scales begin there."""
+    form = shape.form
+    place = scales + panel * PANEL * form.scale_dtype.itemsize
+    scale = load_as(code, place, shape.scale_kind)
+    if not form.has_zeros:
+        return scale, None
+    return scale, load_as(code, scales + (form.scales_bytes + panel * PANEL), "i8")
 
 
 def _add_bytes(
@@ -312,7 +314,6 @@ def _write_multiply(code: Code, shape: PackedShape) -> None:
     records, num_groups, x, notes, num_rows, sums, end, gap = code.params
     x_row = num_groups * shape.group_bytes(code.isa)
     notes_row = num_groups * shape.notes_bytes(code.isa)
-    at_once = shape.rows(code.isa)
     some = max(1, _TILE_BYTES // shape.form.record_bytes)
     code.each(
         num_rows * SUMS_BYTES, lambda n: code.store(code.floats(0.0), sums + n), step=LINE_BYTES
@@ -321,21 +322,15 @@ def _write_multiply(code: Code, shape: PackedShape) -> None:
     def tile(start: Int) -> None:
         count = (num_groups - start).at_most(some)
 
-        def run(rows: int, r: Int, first: bool) -> None:
-            code.run(
-                _name(rows, first), records + start * shape.form.record_bytes, count,
+        def arguments(r: Int) -> tuple[Int, ...]:
+            return (
+                records + start * shape.form.record_bytes, count,
                 x + r * x_row + start * shape.group_bytes(code.isa), x_row,
                 notes + r * notes_row + start * shape.notes_bytes(code.isa), notes_row,
                 sums + r * SUMS_BYTES, end, gap,
             )  # fmt: skip
 
-        def several(r: Int, rows: int) -> None:
-            code.either(r.equals(0), lambda: run(rows, r, True), lambda: run(rows, r, False))
-
-        full = num_rows // at_once * at_once
-        if at_once > 1:
-            code.each(full, lambda r: several(r, at_once), step=at_once)
-        code.each(num_rows, lambda r: several(r, 1), start=full if at_once > 1 else 0)
+        each_rows(code, num_rows, shape.rows(code.isa), arguments)
 
     code.each(num_groups, tile, step=some)
     code.end()
@@ -352,12 +347,6 @@ def _write_finish(code: Code, shape: PackedShape) -> None:
     sums, others, num_rows, outputs, bias, other_bias, out, out_row, room = code.params
     size = shape.element_bytes
 
-    def rounded(value: Value) -> Value:
-        if shape.kind == "f32":
-            return value
-        store_as(code, value, room, shape.kind)
-        return load_as(code, room, shape.kind)
-
     def panel(r: Int, p: int) -> None:
         def with_bias(place: Int, biases: Int) -> Value:
             value = code.load(place + r * SUMS_BYTES + p * LINE_BYTES)
@@ -365,8 +354,8 @@ def _write_finish(code: Code, shape: PackedShape) -> None:
 
         value = with_bias(sums, bias)
         if shape.activation is not None:
-            gate = rounded(activate(code, rounded(value), shape.activation))
-            value = code.b.fmul(gate, rounded(with_bias(others, other_bias)))
+            other = with_bias(others, other_bias)
+            value = gated(code, value, other, shape.activation, shape.kind, room)
         target = out + r * out_row + p * PANEL * size
 
         def some() -> None:
@@ -397,9 +386,8 @@ def _write_finish(code: Code, shape: PackedShape) -> None:
 def write_worker(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
     """Add "work" and all that it needs to a module. Its parameter is a frame's address."""
     _write_pack(Code(module, "pack", 8, isa), shape)
-    for rows in sorted({1, shape.rows(isa)}):
-        for first in (True, False):
-            _write_some_rows(Code(module, _name(rows, first), 9, isa), shape, rows, first)
+    for name, rows, first in row_forms(shape.rows(isa)):
+        _write_some_rows(Code(module, name, 9, isa), shape, rows, first)
     _write_multiply(Code(module, "multiply", 8, isa), shape)
     _write_finish(Code(module, "finish", 9, isa), shape)
     _write_work(Code(module, "work", 1, isa), shape)
@@ -423,16 +411,11 @@ def _write_work(code: Code, shape: PackedShape) -> None:
         call["num_groups"], inputs, notes, sums,  # which are not used yet
     )  # fmt: skip
 
-    def words(table: Int, number: Int, names: tuple[str, ...]) -> dict[str, Int]:
-        address = table + number * (len(names) * WORD_BYTES)
-        return {name: code.number(address + n * WORD_BYTES) for n, name in enumerate(names)}
-
     def matrix_of(number: Int) -> dict[str, Int]:
-        return words(frame + len(FRAME) * WORD_BYTES, number, MATRIX)
+        return words_at(code, frame + len(FRAME) * WORD_BYTES, number, MATRIX)
 
     block_bytes = call["num_groups"] * shape.form.record_bytes
-
-    gated = shape.activation is not None
+    is_gated = shape.activation is not None
 
     def place(matrix: dict[str, Int], block: Int) -> Int:
         return matrix["data"] + block * block_bytes
@@ -445,15 +428,15 @@ def _write_work(code: Code, shape: PackedShape) -> None:
 
     def item(number: Int, following: Int) -> None:
         """All blocks of an item; ``following`` is the one that this thread does next."""
-        own = words(call["items"], number, ITEM)
-        after = words(call["items"], following.at_most(call["num_items"] - 1), ITEM)
+        own = words_at(code, call["items"], number, ITEM)
+        after = words_at(code, call["items"], following.at_most(call["num_items"] - 1), ITEM)
         matrix = matrix_of(own["matrix"])
         beyond = place(matrix_of(after["matrix"]), after["start"])
-        other = matrix_of(code.whole(1)) if gated else matrix
+        other = matrix_of(code.whole(1)) if is_gated else matrix
 
         def block(b: Int) -> None:
             here, end = place(matrix, b), place(matrix, b + 1)
-            if gated:
+            if is_gated:
                 there = place(other, b)
                 more = code.choose(b + 1 < own["stop"], end, beyond)
                 multiply(here, sums, end, there)
@@ -470,13 +453,7 @@ def _write_work(code: Code, shape: PackedShape) -> None:
 
         code.each(own["stop"], block, start=own["start"])
 
-    def take(_: Int, taken: list[Value]) -> list[Value]:
-        # An item is taken before the one before it is done: memory is asked for it in time.
-        number, following = Int(code.b, taken[0]), code.take(word("next_item"))
-        code.when(number < call["num_items"], lambda: item(number, following))
-        return [following.value]
-
-    code.loop(call["num_items"], [code.take(word("next_item")).value], take)
+    each_item(code, word("next_item"), call["num_items"], item)
     code.end()
 
 
@@ -503,12 +480,7 @@ def write_unpacker(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
             scales = record + form.codes_bytes
             rows = target + g * form.group_size * call["target_row"]
             for p in range(PANELS):
-                scale = load_as(
-                    code, scales + p * PANEL * KIND_BYTES[shape.scale_kind], shape.scale_kind
-                )
-                zero = None
-                if form.has_zeros:
-                    zero = load_as(code, scales + (form.scales_bytes + p * PANEL), "i8")
+                scale, zero = _scale_and_zero(code, shape, scales, p)
 
                 def step(
                     k: Int, p: int = p, scale: Value = scale, zero: Value | None = zero

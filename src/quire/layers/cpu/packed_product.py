@@ -8,14 +8,13 @@ import struct
 from collections.abc import Sequence
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels.compile import KINDS, Kernels, with_dense_rows
 from quire.kernels.language import Isa
 from quire.kernels.threads import Scratch, Threads
-from quire.layers.cpu.linear_frame import Numbers
+from quire.layers.cpu.linear_frame import Numbers, cut
 from quire.layers.cpu.packed_frame import FRAME, MATRIX, UNPACK_FRAME, PackedShape
 from quire.layers.cpu.packed_kernel import write_unpacker, write_worker
 from quire.layers.cpu.packed_weight import BLOCK, PackedWeight
@@ -52,8 +51,12 @@ def usual_rows(isa: Isa, dtype: torch.dtype) -> int:
     Measured on two cores with AVX-512 VNNI and without bfloat16. Where a CPU multiplies bfloat16
     itself torch is much faster than there, and fewer is a guess.
     """
-    by_16 = dtype == torch.bfloat16 and (isa.bf16_convert or isa.amx)
-    return _MOST_ROWS // 4 if by_16 else _MOST_ROWS
+    return _MOST_ROWS // 4 if _is_fast_in_16_bits(isa, dtype) else _MOST_ROWS
+
+
+def _is_fast_in_16_bits(isa: Isa, dtype: torch.dtype) -> bool:
+    """Tell whether torch's products are faster in a dtype than in float32."""
+    return dtype == torch.bfloat16 and (isa.bf16_convert or isa.amx)
 
 
 class PackedProduct:
@@ -89,9 +92,8 @@ class PackedProduct:
         self._work = kernels.address(
             f"packed {self._shape}", lambda module: write_worker(module, self._shape, self._isa)
         )
-        # In float32 unless the CPU multiplies 16 bits faster.
-        by_16 = dtype == torch.bfloat16 and (self._isa.bf16_convert or self._isa.amx)
-        self._by_torch_dtype = dtype if by_16 else torch.float32
+        fast_in_16 = _is_fast_in_16_bits(self._isa, dtype)
+        self._by_torch_dtype = dtype if fast_in_16 else torch.float32
         self._plain = PackedShape(kind=KINDS[self._by_torch_dtype], form=form)
         self._unpacker = 0  # compiled when there are many rows for the first time
         size = dtype.itemsize
@@ -100,24 +102,26 @@ class PackedProduct:
             for weight, width, bias in zip(self._weights, self._widths, self._biases, strict=True)
         ]
         self._frame = struct.Struct(f"{len(FRAME) + len(weights) * len(MATRIX)}q")
-        # By torch's number of threads. None is dropped: a recorded call reads its items.
+        weights_bytes = sum(weight.data.nbytes for weight in self._weights)
+        self._is_worth_threads = weights_bytes >= _WORTH_THREADS
+        # By the number of threads. None is dropped: a recorded call reads its items.
         self._plans: dict[int, Numbers] = {}
 
-    def step_for(self, x: Tensor) -> int | None:
-        """Count the rows [..., K] that our kernel multiplies; None if torch is to do it."""
-        num_rows = prod(x.shape[:-1])
+    def run(self, x: Tensor) -> tuple[Tensor, ...] | None:
+        """Multiply inputs [..., K] by our kernel; None if torch is to do it."""
+        lead = x.shape[:-1]
+        num_rows = prod(lead)
         if x.shape[-1] != self._num_inputs or not 0 < num_rows <= self.most_rows:
             return None
-        ours = x.dtype is self._dtype and x.is_cpu
-        return num_rows if ours and not (torch.is_grad_enabled() and x.requires_grad) else None
-
-    def run(self, x: Tensor, num_rows: int) -> tuple[Tensor, ...]:
+        if x.dtype is not self._dtype or not x.is_cpu:
+            return None
+        if torch.is_grad_enabled() and x.requires_grad:
+            return None
         row_bytes = self._num_inputs * x.itemsize
-        lead = x.shape[:-1]
         if not x.is_contiguous():
             x = with_dense_rows(x.reshape(num_rows, self._num_inputs))
             row_bytes = x.stride(0) * x.itemsize
-        most = self._threads.most
+        most = self._threads.most if self._is_worth_threads else 1
         items = self._plans.get(most)
         if items is None:
             items = self._plans.setdefault(most, self._items(most))
@@ -181,20 +185,11 @@ class PackedProduct:
 
     def _items(self, most_threads: int) -> Numbers:
         """How threads share the blocks: i64[items, len(ITEM)]."""
-        several = self._weights[: self._outs]
+        sizes = [weight.data.shape[0] for weight in self._weights[: self._outs]]
         block_bytes = self._weights[0].data[0].nbytes
-        if sum(weight.data.nbytes for weight in self._weights) < _WORTH_THREADS:
-            most_threads = 1
-        blocks = sum(weight.data.shape[0] for weight in several)
+        blocks = sum(sizes)
         step = max(1, min(_ITEM_BYTES // block_bytes, ceil_div(blocks, most_threads * 4)))
-        if most_threads == 1:
-            step = blocks
-        items = [
-            (matrix, start, min(start + step, weight.data.shape[0]))
-            for matrix, weight in enumerate(several)
-            for start in range(0, weight.data.shape[0], step)
-        ]
-        return np.array(items, np.int64)
+        return cut(sizes, blocks if most_threads == 1 else step)
 
 
 def _checked(

@@ -19,18 +19,22 @@ from quire.kernels.language import (
     I64,
     INTS,
     LANES,
+    LINE_BYTES,
     Code,
     Int,
     Isa,
 )
-from quire.kernels.number_formats import KIND_BYTES, load_as, rounded, store_as
+from quire.kernels.number_formats import rounded, store_as
 from quire.kernels.threads import Threads
 from quire.layers.cpu.linear_frame import WORD_BYTES
 from quire.layers.cpu.packed_frame import PackedShape
-from quire.layers.cpu.packed_weight import BLOCK, STEP, PackedForm, PackedWeight
+from quire.layers.cpu.packed_kernel import with_group
+from quire.layers.cpu.packed_weight import BLOCK, STEP, PackedForm, PackedWeight, quantize
+from quire.units import align_up, ceil_div
 
+_COUNTERS = ("next_block", "next_thread", "num_bad")  # shared by the threads
 _FRAME = (
-    "next_block", "next_thread", "num_bad",
+    *_COUNTERS,
     "weight", "weight_row", "num_outputs", "num_inputs", "num_groups", "num_blocks",
     "data", "scratch", "scratch_bytes",
 )  # fmt: skip
@@ -57,6 +61,8 @@ class Quantizer:
         Raises: ValueError for weights that are no numbers.
         """
         form = self._form
+        if not self.fits(weight):
+            return quantize(weight, form, out)
         shape = PackedShape(kind=KINDS[weight.dtype], form=form)
         work = self._kernels.address(
             f"quantize {shape}", lambda module: write_quantizer(module, shape, self._kernels.isa)
@@ -84,51 +90,30 @@ class Quantizer:
 
 def _room_bytes(form: PackedForm) -> int:
     """Count the bytes of a thread: a group as floats, and as codes."""
-    return -(-form.group_size // LANES) * LANES * (4 + 1) + 64
+    return align_up(form.group_size, LANES) * (4 + 1) + LINE_BYTES
 
 
 def write_quantizer(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
     """Add "work" to a module. Its parameter is the address of a frame's address."""
     code = Code(module, "work", 1, isa)
-    form, size = shape.form, KIND_BYTES[shape.kind]
-    frame = code.number(code.params[0])
+    form, frame = shape.form, code.number(code.params[0])
 
     def word(name: str) -> Int:
         return frame + _FRAME.index(name) * WORD_BYTES
 
-    call = {name: code.number(word(name)) for name in _FRAME if not name.startswith("n")}
-    call |= {
-        name: code.number(word(name))
-        for name in ("num_outputs", "num_inputs", "num_groups", "num_blocks")
-    }
+    call = {name: code.number(word(name)) for name in _FRAME if name not in _COUNTERS}
     number = code.take(word("next_thread"))
     room = call["scratch"] + number * call["scratch_bytes"]
-    pieces = [(n, min(LANES, form.group_size - n)) for n in range(0, form.group_size, LANES)]
-    codes = room + len(pieces) * LANES * 4
+    codes = room + align_up(form.group_size, LANES) * 4
 
     def output(o: Int, block: Int, g: Int, record: Int) -> None:
         source = call["weight"] + (block * BLOCK + o) * call["weight_row"]
-        source += g * (form.group_size * size)
+        source += g * (form.group_size * shape.element_bytes)
         left = call["num_inputs"] - g * form.group_size
-
-        def found(values: list[Value]) -> None:
-            _write_output(code, shape, values, record, o, codes, word("num_bad"))
-
-        def part() -> None:
-            for n, _ in pieces:
-                code.store(code.floats(0.0), room + n * 4)
-
-            def one(k: Int) -> None:
-                value = load_as(code, source + k * size, shape.kind, 1)
-                code.write(code.b.extract_element(value, ir.Constant(I32, 0)), room + k * 4)
-
-            code.each(left, one)
-            found([load_as(code, room + n * 4, "f32", count) for n, count in pieces])
-
-        def whole() -> None:
-            found([load_as(code, source + n * size, shape.kind, count) for n, count in pieces])
-
-        code.either(left >= form.group_size, whole, part)
+        with_group(
+            code, shape, source, left, room,
+            lambda values: _write_output(code, shape, values, record, o, codes, word("num_bad")),
+        )  # fmt: skip
 
     def item() -> None:
         block = code.take(word("next_block"))
@@ -138,7 +123,7 @@ def write_quantizer(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
         def group(g: Int) -> None:
             record = call["data"] + (block * call["num_groups"] + g) * form.record_bytes
             code.each(outputs, lambda o: output(o, block, g, record))
-            zeros = [code.floats(0.0)] * len(pieces)
+            zeros = [code.floats(0.0)] * ceil_div(form.group_size, LANES)
             code.each(
                 BLOCK,
                 lambda o: _write_output(code, shape, zeros, record, o, codes, word("num_bad")),
@@ -164,14 +149,11 @@ def _write_output(
     form, b = shape.form, code.b
     least, most = code.floats(float(form.least)), code.floats(float(-form.least - 1))
     counts = [min(LANES, form.group_size - n * LANES) for n in range(len(values))]
-    largest = code.ints(0)
-    low = high = values[0]
-    for value in values:
-        size = b.and_(b.bitcast(value, INTS), code.ints(0x7FFFFFFF))
-        largest = b.select(b.icmp_unsigned(">", size, largest), size, largest)
-        low, high = code.min(low, value), code.max(high, value)
-    bad = b.icmp_unsigned(">=", code.largest_int(largest), ir.Constant(I32, _NOT_FINITE))
+    bad = b.icmp_unsigned(">=", code.largest_magnitude(values), ir.Constant(I32, _NOT_FINITE))
     code.when(bad, lambda: _count(code, num_bad))
+    low = high = values[0]
+    for value in values[1:]:
+        low, high = code.min(low, value), code.max(high, value)
     low, high = code.splat(code.smallest(low)), code.splat(code.largest(high))
     zero = code.floats(0.0)
     if form.has_zeros:

@@ -16,7 +16,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from quire.kv import Accounting, Storage
 from quire.kv.interface import place_of
-from quire.models.cache_argument import cache_argument
 from quire.spec import CrossAttention
 
 
@@ -66,14 +65,17 @@ def kept_sources(
 
 
 def forward(
-    model: PreTrainedModel, kept: KeptSource, text: "EncoderDecoderCache", token_ids: Tensor
+    model: PreTrainedModel, kept: KeptSource, token_ids: Tensor, **cache: "EncoderDecoderCache"
 ) -> Tensor:
-    """Compute logits [n, vocabulary] of a chunk's token ids i64[n] with what its source gave."""
+    """Compute logits [n, vocabulary] of a chunk's token ids i64[n] with what its source gave.
+
+    ``cache``: the text's, by the name that the model has for it.
+    """
     logits: Tensor = model(
         encoder_outputs=Encoded(last_hidden_state=_encoded(model, kept)),
         decoder_input_ids=token_ids[None],
-        **{cache_argument(model.forward): text},
         use_cache=True,
+        **cache,
     ).logits[0]
     return logits
 

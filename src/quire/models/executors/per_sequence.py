@@ -80,7 +80,7 @@ class PerSequenceModel:
                 layers=[EncoderSourceLayer(kept, layer) for layer in sorted(kept.places)]
             )
             both = EncoderDecoderCache(cache, source)
-            return forward(self._model, kept, both, token_ids)[wanted]
+            return forward(self._model, kept, token_ids, **{self._cache_name: both})[wanted]
         given: dict[str, Any] = {self._cache_name: cache}
         if "position_ids" in self._takes:
             given["position_ids"] = positions[None]
