@@ -692,6 +692,37 @@ def test_a_tier_is_not_asked_that_will_not_answer_nor_without_staging_memory() -
     assert not carrier.work()
 
 
+def test_while_a_load_hangs_no_other_prompt_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that is gone keeps no deadline. Its thread hangs, and no breaker hears of it."""
+    own = Loading()
+    carrier, hold, begun = carrier_of(own.tier), threading.Event(), threading.Event()
+
+    def find(names: list[bytes], deadline: Deadline) -> int:
+        begun.set()
+        hold.wait(20)
+        return 0
+
+    monkeypatch.setattr(own.tier._tier, "find", find)
+    carrier.start()
+    jobs = [own.job() for _ in range(3)]
+    assert carrier.load(jobs[0], 10)
+    assert begun.wait(10)
+    assert carrier.load(jobs[1], 10), "its time is not over"
+    monkeypatch.setattr("quire.engine.offloading.carrier._OVERDUE_S", -20.0)  # now it is
+    assert not carrier.load(jobs[2], 10)
+    assert not carrier.load(jobs[2], 10)
+    assert caplog.text.count("a load hangs") == 1
+    hold.set()
+    done = list[LoadJob]()
+    while len(done) < 2:
+        carrier.wait(10)
+        done += carrier.loaded()
+    assert carrier.load(jobs[2], 10)
+    carrier.close()
+
+
 def test_a_tier_that_takes_nothing_costs_no_staging_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

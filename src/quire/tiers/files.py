@@ -75,8 +75,11 @@ def make_file_tier(address: TierAddress, largest_bytes: int, namespace: str) -> 
 
 
 def folder_of(address: TierAddress) -> Path:
-    """Return the folder that an address names."""
-    return Path(unquote(address.url.path)).absolute()
+    """Return the folder that an address names. Raises: ConfigError for ~ without a home."""
+    try:
+        return Path(unquote(address.url.path)).expanduser().absolute()
+    except RuntimeError as error:  # no shell has seen the ~ behind "file:"
+        raise ConfigError(f"kv_tier={address}: {error}") from None
 
 
 @final
@@ -308,9 +311,9 @@ class FileTier:
 
 def _reserve_bytes(path: Path) -> int:
     """Return how much of a folder's disk stays free."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
     try:
+        while not path.exists() and path != path.parent:
+            path = path.parent
         found = os.statvfs(path)
     except OSError as error:
         raise ConfigError(f"kv_tier=file:{path}: {error.strerror or error}") from error
