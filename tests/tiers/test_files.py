@@ -376,13 +376,16 @@ def test_what_was_left_behind_is_swept_and_what_is_written_is_not(path: Path) ->
 
 
 def test_the_folder_may_be_removed_under_a_tier(path: Path) -> None:
-    tier, names = make(path), new_names(3)
+    own = Fingerprint.of({"model": "tiny"})
+    tier, names = make(path, own.namespace), new_names(3)
+    tier.describe(own.description.encode())
     assert store(tier, names) == 3
     subprocess.run(["rm", "-rf", str(path)], check=True)
     assert loaded(tier, names) == 0
     assert store(tier, names) == 3
     assert loaded(tier, names) == 3
     assert on_disk(path) == 3 * LARGEST
+    assert [each.fingerprint for each in namespaces_of(path)] == [own]
 
 
 # -- errors of the system --------------------------------------------------------------------------

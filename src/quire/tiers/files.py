@@ -110,6 +110,7 @@ class FileTier:
         self._folder, self._path = path / namespace, path
         self._prefix = f"{self._folder}/"
         self._evicted = EvictedNames(expected_records)
+        self._description = b""
         self._shards: frozenset[str] = frozenset()  # that are folders, and no links
         self._lock, self._num_written, self._is_open = threading.Lock(), 0, True
         self._writer = os.urandom(8).hex()  # of temporary files
@@ -128,6 +129,7 @@ class FileTier:
             self._files.make_folders(self._folder)
             with self._written(memoryview(text)) as tmp:
                 os.rename(tmp, self._folder / NAMESPACE_FILE)
+        self._description = text
 
     def find(self, names: Sequence[Name], deadline: Deadline) -> int:
         self._require_open()
@@ -175,6 +177,9 @@ class FileTier:
             if lacking[0]:
                 return lacking[0]
             raise
+        if self._description and not os.path.lexists(self._folder / NAMESPACE_FILE):
+            with suppress(TierError):  # the folder was removed meanwhile
+                self.describe(self._description)
         return len(names) if num_kept == len(lacking) else lacking[num_kept]
 
     def drop(self, names: Sequence[Name], deadline: Deadline) -> None:
