@@ -201,6 +201,17 @@ def test_a_bad_record_ends_a_run_and_is_to_be_stored_again() -> None:
     assert own.staging.free_bytes == own.staging.capacity_bytes - 2 * PLAIN.num_bytes
 
 
+def test_a_record_of_another_length_is_to_be_stored_again() -> None:
+    """A tier finds what was cut and does not load it: without a new one that goes on for ever."""
+    own = Loading()
+    own.load(job := own.job())
+    assert (job.end, job.lacking) == (4, [])
+    load = own.tier._tier.load
+    own.tier._tier.load = lambda names, into, deadline: load(names[:2], into[:2], deadline)
+    own.load(job := own.job())
+    assert (job.end, job.lacking) == (2, [own.blocks[2]])
+
+
 def test_what_there_was_no_time_to_find_is_not_said_to_be_lacking() -> None:
     """It would be stored again for nothing."""
     own = Loading()

@@ -295,7 +295,9 @@ class TestAddress:
         with pytest.raises(ConfigError, match=match):
             open_tier(text)
 
-    @pytest.mark.parametrize("text", ["redis://:cret/x@h", "redis://:x?cret@h", "redis://u:x#cret@h"])
+    @pytest.mark.parametrize(
+        "text", ["redis://:cret/x@h", "redis://:x?cret@h", "redis://u:x#cret@h"]
+    )
     def test_a_password_that_splits_the_address_is_not_shown(self, text: str) -> None:
         with pytest.raises(ConfigError, match="write %2F, %3F, %23") as raised:
             open_tier(text)

@@ -45,7 +45,8 @@ class TierAddress:
             raise ConfigError(f"{_OPTION}: an address has no #: write %23 for one in a path")
         if not url.scheme:
             raise ConfigError(
-                f"{_OPTION} has no kind: an address is KIND:WHERE, such as file:/var/cache/quire"
+                f"{_OPTION} has no kind: an address is KIND:WHERE, such as file:/var/cache/quire, "
+                f"with %20 for a space"
             )
         twice = {name for name, _ in pairs if sum(other == name for other, _ in pairs) > 1}
         if twice:
