@@ -146,9 +146,9 @@ class ThreadedCarrier:
         return self._loader.times.seconds(num_blocks)
 
     def load(self, job: LoadJob, wait_s: float) -> bool:
-        if self.staging.free_bytes < self._loader.least_bytes:
+        if self.staging.free_bytes < self._loader.least_bytes or self._hangs():
             return False
-        if not any(tier.may_load for tier in self._loader.tiers_for(job)) or self._hangs():
+        if not any(tier.may_load for tier in self._loader.tiers_for(job)):
             return False
         self._loading.put(partial(self._load, job, Deadline.after(wait_s)))
         return True
