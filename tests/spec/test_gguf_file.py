@@ -105,7 +105,7 @@ def test_a_block_is_as_large_as_ggml_says() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "empty"),
+        (b"", "ends in its first bytes"),
         (file_of([], [], magic=b"ggml"), "begins with b'ggml'"),
         (file_of([], [], version=1), "version is 1"),
         (file_of([], [], counts=(2**63, 0)), "number of tensors is 9,223,372,036,854,775,808"),

@@ -8,7 +8,6 @@ shape against the model's before any is read.
 """
 
 import logging
-import mmap
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -108,9 +107,8 @@ def _library() -> "ModuleType":
 
 def _mapped(file: GgufFile) -> Tensor:
     """Its bytes, u8[bytes], which lie in memory as they are read."""
-    with file.path.open("rb") as opened:
-        data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants to be let write
-    return torch.frombuffer(data, dtype=torch.uint8)
+    size = file.path.stat().st_size
+    return torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)
 
 
 @cache

@@ -5,15 +5,15 @@ used, in time that grows with the header alone, and no tensor is read. So a libr
 same file afterwards meets nothing that could keep it busy. Source: ggml's docs/gguf.md.
 """
 
-import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import SEEK_CUR
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from quire.errors import ModelNotLoadable
 from quire.units import align_up
@@ -25,6 +25,7 @@ _MOST_TEXTS = 4_000_000  # in all lists together: tokens and merges of the large
 _MOST_TEXT_BYTES = 2**20  # of one that is kept: a chat template has some thousand
 _MOST_DIMS = 4
 _LARGEST_SIDE = 2**48
+_PIECE_BYTES = 2**18
 _ALIGNMENT, _LEAST_ALIGNMENT, _MOST_ALIGNMENT = 32, 8, 65_536
 
 _TEXT, _LIST = 8, 9
@@ -91,24 +92,24 @@ def read_gguf(path: Path) -> GgufFile:
     Raises: ModelNotLoadable naming the file and what is wrong with it.
     """
     try:
-        with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as data:
-            return _Header(data).read(path)
-    except (OSError, ValueError) as error:  # mmap of an empty file is a ValueError, too
+        with path.open("rb", buffering=_PIECE_BYTES) as opened:
+            return _Header(opened, path.stat().st_size).read(path)
+    except (OSError, ValueError) as error:
         raise ModelNotLoadable(f"{path} is not a whole GGUF file: {error}") from error
 
 
 class _Header:
     """Goes through a header from its begin to its end. All methods raise ValueError."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._at = 0
+    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
+        self._file = file
+        self._num_bytes = num_bytes
+        self._left = num_bytes
         self._texts_left = _MOST_TEXTS
 
     def read(self, path: Path) -> GgufFile:
-        if self._data[: len(_MAGIC)] != _MAGIC:
-            raise ValueError(f"it begins with {self._data[: len(_MAGIC)]!r}, and not {_MAGIC!r}")
-        self._at = len(_MAGIC)
+        if (begin := self._read(len(_MAGIC), "its first bytes")) != _MAGIC:
+            raise ValueError(f"it begins with {begin!r}, and not {_MAGIC!r}")
         version = self._count(_U32, "version", 2**32)
         if version not in _VERSIONS:
             raise ValueError(f"its version is {version}; versions {_VERSIONS} are read")
@@ -133,7 +134,7 @@ class _Header:
             or alignment.bit_count() != 1
         ):
             raise ValueError(f"general.alignment is {alignment!r}")
-        begin = align_up(self._at, alignment)
+        begin = align_up(self._num_bytes - self._left, alignment)
         tensors = {
             name: GgufTensor(type=kind, shape=shape, begin=begin + offset, num_bytes=num_bytes)
             for name, (kind, shape, offset, num_bytes) in places.items()
@@ -145,10 +146,10 @@ class _Header:
         """See to it that tensors lie in the file, and none in another."""
         in_order = sorted(tensors.items(), key=lambda named: named[1].begin)
         for name, tensor in in_order:
-            if tensor.begin % alignment or tensor.begin + tensor.num_bytes > len(self._data):
+            if tensor.begin % alignment or tensor.begin + tensor.num_bytes > self._num_bytes:
                 raise ValueError(
                     f"{name} has {tensor.num_bytes:,} bytes from {tensor.begin:,} on, and the file "
-                    f"has {len(self._data):,}: download it again"
+                    f"has {self._num_bytes:,}: download it again"
                 )
         for (name, tensor), (other, behind) in pairwise(in_order):
             if tensor.begin + tensor.num_bytes > behind.begin:
@@ -188,21 +189,22 @@ class _Header:
         return GgufList(num_items=count)
 
     def _skip_texts(self, count: int, what: str) -> None:
-        data, at, last = self._data, self._at, len(self._data) - _U64.size
+        """Go through pieces of the file: a vocabulary has 300,000 tokens and merges."""
+        piece, at = b"", 0
         for _ in range(count):
-            if at > last:
-                break
-            at += _U64.size + _U64.unpack_from(data, at)[0]
-        else:
-            self._skip(at - self._at, what)
-            return
-        self._skip(len(data), what)  # raises
+            if len(piece) - at < _U64.size:
+                piece, at = piece[at:] + self._read(min(_PIECE_BYTES, self._left), what), 0
+                if len(piece) < _U64.size:
+                    raise ValueError(f"it ends in {what}: download it again")
+            at += _U64.size + _U64.unpack_from(piece, at)[0]
+            if at > len(piece):
+                self._skip(at - len(piece), what)
+                piece, at = b"", 0
+        self._skip(at - len(piece), what)  # back
 
     def _text(self, what: str) -> str:
         length = self._count(_U64, f"length of {what}", _MOST_TEXT_BYTES)
-        begin = self._at
-        self._skip(length, what)
-        return self._data[begin : self._at].decode()  # UnicodeDecodeError is a ValueError
+        return self._read(length, what).decode()  # UnicodeDecodeError is a ValueError
 
     def _count(self, kind: struct.Struct, what: str, most: int) -> int:
         found: int = self._number(kind)
@@ -211,11 +213,17 @@ class _Header:
         return found
 
     def _number(self, kind: struct.Struct) -> Any:
-        begin = self._at
-        self._skip(kind.size, "a number")
-        return kind.unpack_from(self._data, begin)[0]
+        return kind.unpack(self._read(kind.size, "a number"))[0]
+
+    def _read(self, num_bytes: int, what: str) -> bytes:
+        found = self._file.read(num_bytes) if num_bytes <= self._left else b""
+        if len(found) < num_bytes:  # or the file has become shorter
+            raise ValueError(f"it ends in {what}: download it again")
+        self._left -= num_bytes
+        return found
 
     def _skip(self, num_bytes: int, what: str) -> None:
-        if num_bytes > len(self._data) - self._at:
+        if num_bytes > self._left:
             raise ValueError(f"it ends in {what}: download it again")
-        self._at += num_bytes
+        self._file.seek(num_bytes, SEEK_CUR)
+        self._left -= num_bytes
