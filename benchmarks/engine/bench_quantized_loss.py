@@ -64,7 +64,7 @@ def write_gguf(folder: Path, kind: str) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     for name, tensor in load_file(source / "model.safetensors").items():
         numbers = tensor.float().numpy()
-        stored = names.get_name(name, (".weight",))
+        stored = names.get_name(name, (".weight",)) or name
         used = "F32" if numbers.ndim == 1 else "Q8_0" if "embed" in name else kind
         number = gguf.GGMLQuantizationType[used]
         writer.add_tensor(stored, gguf.quantize(numbers, number), raw_dtype=number)

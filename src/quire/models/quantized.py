@@ -99,7 +99,7 @@ def put(model: nn.Module, where: str, layer: nn.Module) -> None:
 
 
 def pieces(sizes: list[int]) -> list[Tensor]:
-    """Memory for each, in huge pages where there are some."""
+    """Make memory of these sizes, u8[bytes] each, in huge pages where there are some."""
     try:
         return huge_pieces(sizes) if sizes else []
     except MemoryUnavailable:

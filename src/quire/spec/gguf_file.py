@@ -108,8 +108,8 @@ class _Header:
         self._texts_left = _MOST_TEXTS
 
     def read(self, path: Path) -> GgufFile:
-        if (begin := self._read(len(_MAGIC), "its first bytes")) != _MAGIC:
-            raise ValueError(f"it begins with {begin!r}, and not {_MAGIC!r}")
+        if (found := self._read(len(_MAGIC), "its first bytes")) != _MAGIC:
+            raise ValueError(f"it begins with {found!r}, and not {_MAGIC!r}")
         version = self._count(_U32, "version", 2**32)
         if version not in _VERSIONS:
             raise ValueError(f"its version is {version}; versions {_VERSIONS} are read")
