@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NAME = "quire-gguf"
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
+    {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+)
 _FREQUENCIES = "rope_freqs.weight"  # by what each of the rotary frequencies is divided
 _HEAD = "lm_head.weight"
 _BLOCKS = "blocks"
