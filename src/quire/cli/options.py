@@ -188,6 +188,7 @@ def load_model(model: str | None, config: EngineConfig, console: Console) -> Any
         device=config.device,
         dtype=config.dtype,
         quantization=config.quantization,
+        tokenizer=config.tokenizer,
         kernel_dir=kernel_dir(),
         show_progress=model is not None,
     )
@@ -214,7 +215,7 @@ def import_engine_for(model: str | None, config: EngineConfig) -> None:
 
 def engine_of(loaded_options: dict[str, Any]) -> dict[str, Any]:
     """Return the options for an engine whose model ``load_model`` has loaded with them."""
-    return {**loaded_options, "quantization": None, "device": "auto"}
+    return {**loaded_options, "quantization": None, "tokenizer": None, "device": "auto"}
 
 
 def load_llm(model: str | None, engine: dict[str, Any]) -> Any:

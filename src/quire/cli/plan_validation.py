@@ -218,7 +218,8 @@ def _moved(planned: "Ledger", actual: "Ledger") -> int:
 def _options(config: EngineConfig) -> dict[str, Any]:
     """Return an engine's options without those of loading."""
     said = {field.name: getattr(config, field.name) for field in fields(config)}
-    return {**said, "dtype": "auto", "quantization": None, "device": "auto"}
+    of_loading = {"dtype": "auto", "quantization": None, "tokenizer": None, "device": "auto"}
+    return {**said, **of_loading}
 
 
 def _short(request: PlannedLengths) -> PlannedLengths:

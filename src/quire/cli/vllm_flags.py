@@ -152,7 +152,7 @@ FOREIGN: tuple[Foreign, ...] = (
     *_flags("Transformers' tokenizer", "--tokenizer-mode", harmless=("auto", "hf")),
     *_flags(
         _OWN_FILES,
-        *("--tokenizer", "--hf-config-path", "--hf-overrides", "--rope-scaling", "--rope-theta"),
+        *("--hf-config-path", "--hf-overrides", "--rope-scaling", "--rope-theta"),
     ),
     *_flags(
         "download that revision to a folder, and name the folder",

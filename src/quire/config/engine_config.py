@@ -147,6 +147,11 @@ class EngineConfig:
         "needs quire-kv[int8]). Default: none.",
         short=("-q",),
     )
+    tokenizer: str | None = option(
+        None,
+        "Folder or hub name of another tokenizer than the model's own, for a GGUF file whose own "
+        "cannot be read. Default: the model's.",
+    )
     kv_cache_dtype: str = option(
         "auto",
         f"Data type of keys and values: {', '.join(KV_CACHE_DTYPES)} (auto is the same as "

@@ -218,7 +218,10 @@ def loaded_model(
     """Load the model that ``LLM`` was given. Raises: ConfigError, ModelNotLoadable."""
     if model is None or isinstance(model, (str, Path)):
         if tokenizer is not None:
-            raise ConfigError("tokenizer= goes with a model in memory; a folder brings its own")
+            raise ConfigError(
+                "tokenizer= takes a model in memory, or the folder or hub name of another "
+                f"tokenizer, not {type(tokenizer).__name__}"
+            )
         if config.tensor_parallel_size > 1:
             return load_parts(
                 model,
@@ -232,6 +235,7 @@ def loaded_model(
             device=config.device,
             dtype=config.dtype,
             quantization=config.quantization,
+            tokenizer=config.tokenizer,
             show_progress=show_progress,
             kernel_dir=kernel_dir(),
         )
@@ -239,6 +243,11 @@ def loaded_model(
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
     if config.quantization is not None:
         raise ConfigError("quantization= goes with a folder or a name: quantize the model first")
+    if config.tokenizer is not None:
+        raise ConfigError(
+            f"tokenizer={config.tokenizer} goes with a folder or a name: give a model in memory "
+            f"its tokenizer itself"
+        )
     refuse_other_device(config.device, loaded.device)
     if config.dtype not in ("auto", loaded.dtype):
         raise ConfigError(

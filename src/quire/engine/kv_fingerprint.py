@@ -37,6 +37,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "device": "rounding",
         "dtype": "named",
         "quantization": "named",
+        "tokenizer": "nothing",  # blocks are named by their tokens' ids
         "kv_cache_dtype": "named",
         "cache": "named",  # by how it lays blocks out, which several may do alike
         "attention_backend": "rounding",

@@ -100,6 +100,8 @@ class LLM:
         show_progress: bool = False,
         **options: Any,
     ) -> None:
+        if isinstance(tokenizer, (str, Path)):
+            options["tokenizer"], tokenizer = str(tokenizer), None
         self.config = EngineConfig.from_options(**options)
         refuse_options(self.config, model, provider)
         self._has_own_model = model is None or isinstance(model, (str, Path))

@@ -6,6 +6,7 @@ whole. A name that is no folder is looked up on the Hugging Face hub. No remote 
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,12 @@ from quire.errors import ConfigError, MemoryUnavailable, ModelNotLoadable, Quire
 from quire.memory.host.huge_pages import drop_file_pages, huge_pieces
 from quire.memory.machine.probe import available_bytes, mapped_from_files
 from quire.models.file_hashes import WeightFile
+from quire.models.gguf_checkpoint import load_gguf
 from quire.models.quantized import quantize_layers
 from quire.models.stored_checkpoint import stored_config
 from quire.models.weight_placement import device_map, device_of, move_to, weights_bytes
-from quire.spec import ModelSpec
+from quire.spec import ModelSpec, config_json
+from quire.spec.gguf_file import GgufFile, is_gguf, read_gguf
 from quire.spec.model_files import (
     called,
     check_weights,
@@ -111,6 +114,7 @@ def _mapped(model: PreTrainedModel) -> dict[int, Tensor]:
 
 
 ON_GPU = "int8"  # by torchao
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,24 +148,26 @@ class LoadedModel:
         return _dtype_name(self.model)
 
 
-def load(
+def load(  # noqa: PLR0913 - an engine's options
     name: str | Path | None = None,
     *,
     device: str = "cpu",
     dtype: str = "auto",
     quantization: str | None = None,
+    tokenizer: str | None = None,
     copy_weights: bool = True,
     show_progress: bool = False,
     num_ranks: int = 1,
     kernel_dir: Path | None = None,
 ) -> LoadedModel:
-    """Load a folder or a hub name; the demo model that Quire ships when there is none.
+    """Load a folder, a hub name or a GGUF file; without a name the demo model that Quire ships.
 
     ``device`` is as the engine's option: ``auto``, ``cpu``, ``cuda``, ``cuda:1``. What a GPU has no
     room for stays in host memory (``placed``).
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
     ``quantization`` keeps the weights of linear layers in 8 or 4 bits: a name of ``WEIGHT_FORMS``
     on a CPU, "int8" on a GPU (torchao).
+    ``tokenizer`` names the folder or the repository of one that is not the model's own.
     ``copy_weights`` into huge pages, where there are some; otherwise they stay mapped from their
     files.
     ``show_progress`` lets Transformers draw its bars on standard error.
@@ -182,26 +188,13 @@ def load(
     set_bars = hf_logging.enable_progress_bar if show_progress else hf_logging.disable_progress_bar
     set_bars()
     form = None if quantization is None else weight_form(quantization)
-    quantized = {} if form is None or place is None else _quantized(quantization, place)
     config, spec = read_config(source, folder)
-    _look_at_stored(config, source, quantization, place)
-    if place is None:
-        placed = _divided(num_ranks)
+    if folder is not None and is_gguf(folder):
+        read = partial(_from_gguf, folder, config, spec)
     else:
-        placed = {} if place.type == "cpu" else _placed(source, config, spec, place, dtype)
-    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        placed["attn_implementation"] = "eager"  # Transformers 5.17 takes torch's, which caps none
+        read = partial(_from_checkpoint, source, config, spec, num_ranks)
     try:
-        model, found = auto_class(config).from_pretrained(
-            source,
-            config=config,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-            output_loading_info=True,
-            **quantized,
-            **placed,
-        )
+        model, found = read(place, dtype, quantization)
     except Exception as error:
         raise _not_loadable(source, folder, error) from error
     _refuse_random_weights(source, found)
@@ -217,12 +210,63 @@ def load(
     return LoadedModel(
         name=called(name),
         model=model.eval(),
-        tokenizer=_tokenizer(source),
+        tokenizer=_tokenizer(tokenizer or source),
         feature_extractor=_feature_extractor(source, model),
         processor=_processor(source, model),
         spec=spec.computed_in(_dtype_name(model)),
         files=() if getattr(model, "_hf_peft_config_loaded", False) else files,
     )
+
+
+def _from_checkpoint(
+    source: str,
+    config: Any,
+    spec: ModelSpec,
+    num_ranks: int,
+    place: torch.device | None,
+    dtype: str,
+    quantization: str | None,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Have Transformers load safetensors, or torch's own files."""
+    options = {} if quantization is None or place is None else _quantized(quantization, place)
+    _look_at_stored(config, source, quantization, place)
+    if place is None:
+        options |= _divided(num_ranks)
+    elif place.type != "cpu":
+        options |= _placed(source, config, spec, place, dtype)
+    model, found = auto_class(config).from_pretrained(
+        source,
+        config=config,
+        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
+        output_loading_info=True,
+        **options,
+        **_attention_of(config),
+    )
+    return model, found
+
+
+def _from_gguf(
+    path: Path,
+    config: Any,
+    spec: ModelSpec,
+    place: torch.device | None,
+    dtype: str,
+    quantization: str | None,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Read a GGUF file; on a GPU all of it becomes numbers."""
+    file = read_gguf(path)
+    _look_at_gguf(file, quantization, place)
+    wanted = getattr(torch, spec.dtype if dtype == "auto" else dtype)
+    keeps_codes = place is not None and place.type == "cpu"
+    return load_gguf(file, _outline(config, wanted, **_attention_of(config)), keeps_codes)
+
+
+def _attention_of(config: Any) -> dict[str, Any]:
+    """Transformers 5.17 takes torch's attention where logits are capped, which caps none."""
+    caps = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if caps else {}
 
 
 def looked_at(
@@ -248,10 +292,18 @@ def _placed(
     source: str, config: Any, spec: ModelSpec, place: torch.device, dtype: str
 ) -> dict[str, Any]:
     """Where weights go, which Transformers is told if they do not all fit. Raises: ConfigError."""
-    with torch.device("meta"):
-        wanted = getattr(torch, spec.dtype if dtype == "auto" else dtype)
-        outline = auto_class(config).from_config(config, dtype=wanted, trust_remote_code=False)
+    outline = _outline(config, getattr(torch, spec.dtype if dtype == "auto" else dtype))
     return device_map(source, weights_bytes(outline), place)
+
+
+def _outline(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """The model of a config on the meta device, where a tensor has a shape and no memory."""
+    with torch.device("meta"):
+        made = auto_class(config)
+        model: PreTrainedModel = made.from_config(
+            config, dtype=dtype, trust_remote_code=False, **options
+        )
+    return model
 
 
 def features_shape(loaded: LoadedModel) -> tuple[int, int] | None:
@@ -314,6 +366,26 @@ def _look_at_stored(
         config.quantization_config = stored
 
 
+def _look_at_gguf(file: GgufFile, quantization: str | None, place: torch.device | None) -> None:
+    """Raises: ConfigError for what is not done with a GGUF file."""
+    if place is None:
+        raise ConfigError(
+            f"{file.path}: a GGUF file is not divided among ranks: leave out "
+            f"tensor_parallel_size, or take the model's own repository"
+        )
+    if quantization is None:
+        return
+    if place.type != "cpu":
+        raise ConfigError(
+            f"quantization={quantization} of a GGUF file is for a CPU: leave it out, or device=cpu"
+        )
+    if few := sorted(file.types.keys() - {"F32", "F16", "BF16"}):
+        raise ConfigError(
+            f"quantization={quantization}: the weights of {file.path} are quantized already, in "
+            f"{', '.join(few)}: leave the option out"
+        )
+
+
 def _divided(num_ranks: int) -> dict[str, Any]:
     """What Transformers is told of ranks. Raises: ConfigError for a release that knows none."""
     try:
@@ -369,6 +441,9 @@ def read_config(source: str, folder: Path | None) -> tuple[Any, ModelSpec]:
     """Read config.json as Transformers does and as we do, which is that of ``quire plan``."""
     spec = hub_spec(source) if folder is None else ModelSpec.from_file(folder)
     try:
+        if folder is not None and is_gguf(folder):
+            said, _ = config_json.load(folder)
+            return AutoConfig.for_model(**said), spec
         return AutoConfig.from_pretrained(source, trust_remote_code=False), spec
     except Exception as error:
         raise _not_loadable(source, folder, error) from error
@@ -397,11 +472,18 @@ def _dtype_name(model: PreTrainedModel) -> str:
 
 
 def _tokenizer(source: str) -> Any:
+    """Of a folder or a hub name; of a GGUF file, unless one lies beside it, its own."""
+    path, options, advice = Path(source), {}, "give token ids"
+    if is_gguf(path) and path.is_file():
+        advice = f"name the model's own by tokenizer=, or {advice}"
+        source = str(path.parent)
+        if not any((path.parent / name).is_file() for name in _TOKENIZER_FILES):
+            options = {"gguf_file": path.name}
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:  # Transformers raises many kinds here
         reason = first_line(error)
-        log.warning("%s comes without a usable tokenizer (%s): give token ids", source, reason)
+        log.warning("%s comes without a usable tokenizer (%s): %s", path, reason, advice)
         return None
 
 

@@ -47,7 +47,7 @@ def quantize_layers(
     quantizer = CpuLinear(kernel_dir=kernel_dir).quantizer(packed_form)
     chosen = dict(quantizable(model))
     shapes = [packed_form.shape(m.out_features, m.in_features) for m in chosen.values()]
-    places = _pieces([blocks * groups * size for blocks, groups, size in shapes])
+    places = pieces([blocks * groups * size for blocks, groups, size in shapes])
     before = after = 0
     for (where, layer), place in zip(chosen.items(), places, strict=True):
         weight = layer.weight.detach()
@@ -98,8 +98,8 @@ def put(model: nn.Module, where: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(parent), own, layer)
 
 
-def _pieces(sizes: list[int]) -> list[Tensor]:
-    """Memory for each, in huge pages where there are some."""
+def pieces(sizes: list[int]) -> list[Tensor]:
+    """Make memory of these sizes, u8[bytes] each, in huge pages where there are some."""
     try:
         return huge_pieces(sizes) if sizes else []
     except MemoryUnavailable:

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeGuard
 from quire.errors import ConfigError
 from quire.planner.parameters import WeightParts
 from quire.spec.config_json import text_section
+from quire.spec.gguf_file import GGUF_TYPES
 from quire.spec.layer_specs import DTYPE_BYTES
 from quire.spec.weight_forms import WeightForm, weight_form
 
@@ -60,6 +61,12 @@ def uncoded(dtype: str, item_bytes: int) -> Precision:
 def of_form(form: WeightForm) -> Precision:
     """Return the precision of weights that are quantized at load (``quire.models.quantized``)."""
     return Precision(name=form.name, bits=form.bits_a_weight, codes_experts=False)
+
+
+def of_gguf(kind: str) -> Precision:
+    """Return the precision of linear layers that keep a GGUF file's codes, by ggml's name."""
+    items, block_bytes = next(sizes for name, *sizes in GGUF_TYPES.values() if name == kind)
+    return Precision(name=f"GGUF {kind}", bits=8 * block_bytes / items)
 
 
 # What --weights can ask for beside ``published``: as checkpoints of these kinds usually are, and

@@ -4,6 +4,7 @@ Only its config.json and the headers of its weight files are read; no weight is 
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -29,6 +30,7 @@ from quire.planner.precision import (
     is_quantized,
     named,
     of_form,
+    of_gguf,
     precision_of,
     uncoded,
     unread_method,
@@ -36,14 +38,17 @@ from quire.planner.precision import (
 from quire.planner.weights import (
     Stored,
     footprint_of,
+    gguf_tensors,
     parts_of,
     stored_tensors,
     widest_stored,
 )
 from quire.spec import ModelSpec
 from quire.spec.config_json import load
+from quire.spec.gguf_config import gguf_config
+from quire.spec.gguf_file import GGUF_KEPT, GgufFile, is_gguf, read_gguf
 from quire.spec.layer_specs import dtype_bytes
-from quire.spec.model_files import DEMO_MODEL, cached_folder, first_line
+from quire.spec.model_files import DEMO_MODEL, cached_folder, first_line, only_gguf
 from quire.spec.weight_forms import weight_form
 
 # -- the bundled table -----------------------------------------------------------------------------
@@ -180,7 +185,7 @@ def find_subject(
     weights: str = PUBLISHED,
     quantization: str | None = None,
 ) -> Subject:
-    """Find a model by a folder, a config.json, or a name of the table or the hub.
+    """Find a model by a folder, a config.json, a GGUF file, or a name of the table or the hub.
 
     Without a name it is the demo model. ``weights`` names a precision in which they are counted
     instead of the published one; ``quantization``, the form that an engine makes of them.
@@ -206,8 +211,7 @@ def find_subject(
     if is_folder:
         return _of_folder(name, path, dtype, asked)
     if is_file:
-        config, source = load(path)
-        return _of_config(name, config, source, dtype, asked)
+        return _of_file(name, path, dtype, asked)
     if name.startswith((".", "/", "~")):
         raise ModelNotLoadable(f"there is no folder {path}")
     table = published_models()
@@ -235,11 +239,32 @@ def subject_of(name: str, config: Mapping[str, Any], *, weights: str = PUBLISHED
 
 
 def _of_folder(name: str, folder: Path, dtype: str, asked: Precision | None) -> Subject:
+    if (gguf := only_gguf(folder)) is not None:
+        return _of_file(name, gguf, dtype, asked)
     config, source = load(folder)
     tensors = stored_tensors(folder)
     if tensors is None or asked is not None:
         return _of_config(name, config, source, dtype, asked)
     return _of_tensors(name, config, source, tensors, dtype, "the headers of its files")
+
+
+def _of_file(name: str, file: Path, dtype: str, asked: Precision | None) -> Subject:
+    if is_gguf(file):
+        return _of_gguf(name, read_gguf(file), dtype, asked)
+    config, source = load(file)
+    return _of_config(name, config, source, dtype, asked)
+
+
+def _of_gguf(name: str, file: GgufFile, dtype: str, asked: Precision | None) -> Subject:
+    config, source = gguf_config(file), str(file.path)
+    if asked is not None:
+        return _of_config(name, config, source, dtype, asked)
+    tensors = gguf_tensors(file)
+    subject = _of_tensors(name, config, source, tensors, dtype, "the header of its file")
+    kinds = Counter(tensor.dtype for tensor in tensors.values() if tensor.dtype in GGUF_KEPT)
+    if not kinds:
+        return subject
+    return replace(subject, precision=of_gguf(kinds.most_common(1)[0][0]))
 
 
 def _of_tensors(

@@ -16,6 +16,7 @@ from typing import Any
 from quire.errors import ModelNotLoadable
 from quire.memory.budget import Footprint
 from quire.planner.parameters import Shapes, WeightParts
+from quire.spec.gguf_file import GGUF_KEPT, GGUF_TYPES, GgufFile, GgufTensor
 from quire.spec.model_files import safetensors_files
 from quire.spec.module_names import is_of_tower
 
@@ -54,13 +55,21 @@ _BYTES: Mapping[str, int] = MappingProxyType(
         **{"BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
     }
 )
+# Of ggml's types: the numbers of a block, and its bytes.
+_BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {name: (items, size) for name, items, size in GGUF_TYPES.values() if items > 1}
+)
+# What is expanded when it is loaded, and read by every step.
+_GGUF_NAMES = MappingProxyType(
+    {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """A tensor of a file."""
 
-    dtype: str  # as safetensors spells it
+    dtype: str  # as safetensors spells it, or ggml
     shape: tuple[int, ...]
 
     @property
@@ -69,6 +78,9 @@ class Stored:
 
     def bytes_in(self, item_bytes: int | None) -> int:
         """Return its bytes when loaded; if given, ``item_bytes`` replaces 16 bits and more."""
+        if self.dtype in _BLOCKS:
+            items, block_bytes = _BLOCKS[self.dtype]
+            return self.num_items // items * block_bytes
         if item_bytes is None or self.dtype not in _FLOATS:
             item_bytes = _BYTES.get(self.dtype, 1)
         return self.num_items * item_bytes
@@ -83,6 +95,23 @@ def stored_tensors(folder: Path) -> Mapping[str, Stored] | None:
     for file in safetensors_files(folder):
         tensors |= read_header(file)
     return tensors or None
+
+
+def gguf_tensors(file: GgufFile) -> Mapping[str, Stored]:
+    """Return the tensors of a GGUF file as an engine on a CPU keeps them, by Transformers' names.
+
+    Codes of linear layers stay where they are kept, and all else becomes numbers.
+    """
+    return {
+        _GGUF_NAMES.get(name, name): Stored(dtype=_kept(name, tensor), shape=tensor.shape)
+        for name, tensor in file.tensors.items()
+        if name != "rope_freqs.weight"
+    }
+
+
+def _kept(name: str, tensor: GgufTensor) -> str:
+    is_linear = len(tensor.shape) == 2 and name != "token_embd.weight"
+    return tensor.type if is_linear and tensor.type in GGUF_KEPT else "F32"
 
 
 def read_header(file: Path) -> dict[str, Stored]:

@@ -14,6 +14,8 @@ from typing import Any
 from quire.errors import ConfigError, ModelNotLoadable
 from quire.spec.families import FAMILIES, ModelFamily
 from quire.spec.fields import Fields
+from quire.spec.gguf_config import gguf_config
+from quire.spec.gguf_file import is_gguf, read_gguf
 from quire.spec.layer_specs import (
     AttentionSpec,
     ChunkedAttention,
@@ -72,11 +74,15 @@ class ConfigReading:
 
 
 def load(path: str | Path) -> tuple[Mapping[str, Any], str]:
-    """Load a config.json, or the one in a folder. Returns: the object, and the file's name.
+    """Load a config.json, the one in a folder, or what a GGUF file's header stands for.
 
-    Raises: ModelNotLoadable if there is none, or it holds no JSON object.
+    Returns: the object, and the file's name.
+    Raises: ModelNotLoadable if there is none, or it holds no JSON object; UnsupportedModel for a
+    GGUF file of an unknown architecture.
     """
     file = Path(path)
+    if is_gguf(file):
+        return gguf_config(read_gguf(file)), str(file)
     if file.is_dir():
         file /= "config.json"
     try:

@@ -1,4 +1,4 @@
-"""Find a model by its name: a folder with complete files, or a repository of the hub.
+"""Find a model by its name: a folder with complete files, a GGUF file, or a repository of the hub.
 
 No weight is read and no torch imported, so that a wrong name fails at once.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quire.errors import ModelNotLoadable
 from quire.spec.config_json import load
+from quire.spec.gguf_file import is_gguf, read_gguf
 from quire.spec.model import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -37,9 +38,10 @@ def called(name: str | Path | None) -> str:
 
 
 def find_folder(name: str | Path | None) -> Path | None:
-    """Return the local folder of a model, or None for a repository of the hub.
+    """Return the local folder of a model, or its GGUF file; None for a repository of the hub.
 
-    If the hub does not answer, it is the folder in the hub's cache. Raises: ModelNotLoadable.
+    If the hub does not answer, it is the folder in the hub's cache. A GGUF file of the hub, as
+    ``owner/name:Q8_0``, is brought here. Raises: ModelNotLoadable.
     """
     if name is None:
         return Path(str(files("quire") / "demo_model"))
@@ -49,15 +51,81 @@ def find_folder(name: str | Path | None) -> Path | None:
     except (OSError, RuntimeError) as error:  # the name is too long; no such user
         raise ModelNotLoadable(f"{str(name)[:80]!r} is not a folder: {error}") from error
     if is_folder:
-        return path
+        return only_gguf(path) or path
     if is_file:
+        if is_gguf(path):
+            return path
         raise ModelNotLoadable(f"{path} is a file: give the folder that holds config.json")
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
         raise ModelNotLoadable(f"there is no folder {path}")
+    repo, file, quantization = _parts(name)
+    if file or quantization:
+        return _gguf_of_hub(repo, file, quantization)
     try:
         return cached_folder(name)
     except OSError as error:
         raise _not_given(name, error) from error
+
+
+def only_gguf(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder that holds no other weights; None if it has none.
+
+    Raises: ModelNotLoadable naming the files if there are several.
+    """
+    found = sorted(folder.glob("*.gguf"))
+    if not found or (folder / _WEIGHTS).is_file() or (folder / _INDEX).is_file():
+        return None
+    return folder / _one_of([file.name for file in found], "", str(folder))
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Take apart "owner/name", "owner/name/file.gguf" and "owner/name:quantization"."""
+    before, _, quantization = name.partition(":")
+    owner, repo, file = (*before.split("/", 2), "", "")[:3]
+    return f"{owner}/{repo}", file if is_gguf(Path(file)) else "", quantization if repo else ""
+
+
+def _gguf_of_hub(repo: str, file: str, quantization: str) -> Path:
+    """Bring a GGUF file of the hub, or find it in its cache. Raises: ModelNotLoadable."""
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+
+    try:
+        if not file:
+            try:
+                names = HfApi().list_repo_files(repo)
+            except Exception:  # the hub does not answer, or not for this repository
+                folder = Path(snapshot_download(repo, local_files_only=True))
+                names = [found.relative_to(folder).as_posix() for found in folder.rglob("*.gguf")]
+            file = _one_of(names, quantization, repo)
+        return Path(hf_hub_download(repo, file))
+    except ModelNotLoadable:
+        raise
+    except Exception as error:  # of many classes: no such model, no permission
+        raise _not_given(repo, error) from error
+
+
+def _one_of(names: list[str], quantization: str, where: str) -> str:
+    """Choose the one GGUF file whose name ends in that, if anything. Raises: ModelNotLoadable."""
+    every = [n for n in names if is_gguf(Path(n)) and not Path(n).name.startswith("mmproj")]
+    endings = tuple(f"{mark}{quantization.lower()}" for mark in "-._")
+    fitting = [n for n in every if f".{_whole(n).lower()}".endswith(endings)]
+    found = fitting if quantization else every
+    if len(found) != 1:
+        raise ModelNotLoadable(
+            f"{where} has {len(found)} GGUF files{f' in {quantization}' if quantization else ''}, "
+            f"and one is wanted; its files: {', '.join(sorted(every)[:8]) or 'none'}"
+        )
+    if _whole(found[0]) != Path(found[0]).stem:
+        raise ModelNotLoadable(f"{where}: {found[0]} is one part of several: merge them first")
+    return found[0]
+
+
+def _whole(name: str) -> str:
+    """A file's name without its ending, and without -00001-of-00003."""
+    stem = Path(name).stem
+    before, _, total = stem.rpartition("-of-")
+    first, _, part = before.rpartition("-")
+    return first if total.isdigit() and part.isdigit() else stem
 
 
 def cached_folder(name: str) -> Path | None:
@@ -106,12 +174,15 @@ def _not_given(name: str, error: Exception) -> ModelNotLoadable:
 
 
 def check_weights(folder: Path) -> None:
-    """Check that a folder's files are complete, before any is mapped.
+    """Check that a folder's files, or a GGUF file, are complete, before any is mapped.
 
     Raises: ModelNotLoadable with the file and the reason.
     """
     from safetensors import SafetensorError, safe_open
 
+    if is_gguf(folder):
+        read_gguf(folder)
+        return
     if not (folder / "config.json").is_file():
         raise ModelNotLoadable(f"{folder} has no config.json: it is not a model's folder")
     files = safetensors_files(folder)
@@ -130,10 +201,12 @@ def check_weights(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with weights that Transformers will read: safetensors, or else torch's.
+    """Return the files with weights that are read: safetensors, or else torch's; a GGUF file.
 
     Raises: ModelNotLoadable as ``safetensors_files``.
     """
+    if is_gguf(folder):
+        return [folder]
     return safetensors_files(folder) or sorted(folder.glob("pytorch_model*.bin"))
 
 
