@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ from transformers import PreTrainedModel
 from quire.errors import one_line
 from quire.memory.budget import EncoderFootprint
 from quire.models.executors.image_features import Features, PromptImage, as_model_takes
+from quire.models.footprint import outlined
+from quire.models.loader import LoadedModel, processor_of, read_config
 from quire.models.vision import Vision
+from quire.spec.model_files import called, find_folder
 from quire.units import format_bytes, format_count
 
 log = logging.getLogger(__name__)
@@ -66,6 +70,28 @@ def encoder_footprint(
         format_count(found.num_tokens),
     )
     return found
+
+
+def image_of_files(
+    name: str | Path, width: int, height: int, *, dtype: str = "auto"
+) -> tuple[PromptImage, str]:
+    """Return a blank image of a model whose weights stay where they are, and its processor's name.
+
+    Raises: ModelNotLoadable, UnsupportedModel; RequestError where it takes no images.
+    """
+    folder = find_folder(name)
+    source = str(folder or name)
+    model = outlined(name, dtype=dtype)
+    loaded = LoadedModel(
+        name=called(name),
+        model=model,
+        tokenizer=None,
+        processor=processor_of(source, model),
+        spec=read_config(source, folder)[1],
+    )
+    vision = Vision.of(loaded, 1)
+    vision.check()
+    return _read(vision, width, height), type(loaded.processor).__name__
 
 
 def _footprint(vision: Vision, model: PreTrainedModel, max_tokens: int) -> EncoderFootprint:

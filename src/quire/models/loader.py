@@ -219,7 +219,7 @@ def load(
         model=model.eval(),
         tokenizer=_tokenizer(source),
         feature_extractor=_feature_extractor(source, model),
-        processor=_processor(source, model),
+        processor=processor_of(source, model),
         spec=spec.computed_in(_dtype_name(model)),
         files=() if getattr(model, "_hf_peft_config_loaded", False) else files,
     )
@@ -416,7 +416,8 @@ def _feature_extractor(source: str, model: PreTrainedModel) -> Any:
         return None
 
 
-def _processor(source: str, model: PreTrainedModel) -> Any:
+def processor_of(source: str, model: PreTrainedModel) -> Any:
+    """Return the processor of a model that sees; None, and a warning, where it cannot be loaded."""
     if not hasattr(model.base_model, "get_image_features"):
         return None
     try:
