@@ -3,8 +3,10 @@
 import asyncio
 import base64
 import io
+import json
 from dataclasses import replace
 from functools import cache as once
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen2VLImageProcessorPil,
+)
 
 from engine.test_offloading import offload, until
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
@@ -22,7 +28,7 @@ from quire.errors import RequestError, UnsupportedModel
 from quire.models.executors.image_features import ImageEncoder
 from quire.models.loader import adopt, auto_class, load
 from quire.models.vision import Vision, named
-from seers import SEERS, picture, seer
+from seers import SEERS, picture, seer, word_tokenizer
 from tiny import tiny_model
 from zoo.judge_sight import check_sight
 from zoo.sight import tiny_seer
@@ -403,6 +409,22 @@ def test_without_a_processor_it_says_so_and_runs_texts() -> None:
     with LLM(model, tokenizer=processor.tokenizer, **OPTIONS) as llm:
         with pytest.raises(RequestError, match="came without a processor"):
             llm.request(shown("llava", "@", picture(1)))
+        assert texts(llm, [[30, 31]])
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_a_processor_that_wants_torchvision_says_which(tmp_path: Path) -> None:
+    """Of a model whose processor reads videos too."""
+    model, _ = seer("qwen2_vl")
+    for part in (model, word_tokenizer(), Qwen2VLImageProcessorPil()):
+        part.save_pretrained(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    said = {**json.loads(file.read_text()), "processor_class": "Qwen2VLProcessor"}
+    file.write_text(json.dumps(said))  # as published ones say
+    with LLM(tmp_path, **OPTIONS) as llm:
+        belongs = r"torchvision that belongs to torch 2\.\d+.* \(0\.\d+\), from where torch came"
+        with pytest.raises(RequestError, match=belongs):
+            llm.request(shown("qwen2_vl", "@", picture(1)))
         assert texts(llm, [[30, 31]])
 
 

@@ -82,16 +82,18 @@ def image_of_files(
     folder = find_folder(name)
     source = str(folder or name)
     model = outlined(name, dtype=dtype)
+    processor, why_no_processor = processor_of(source, model)
     loaded = LoadedModel(
         name=called(name),
         model=model,
         tokenizer=None,
-        processor=processor_of(source, model),
+        processor=processor,
+        why_no_processor=why_no_processor,
         spec=read_config(source, folder)[1],
     )
     vision = Vision.of(loaded, 1)
     vision.check()
-    return _read(vision, width, height), type(loaded.processor).__name__
+    return _read(vision, width, height), type(processor).__name__
 
 
 def _footprint(vision: Vision, model: PreTrainedModel, max_tokens: int) -> EncoderFootprint:

@@ -213,7 +213,9 @@ def _why_not(loaded: LoadedModel) -> str:
     if loaded.ranks is not None:
         return "with tensor_parallel_size above 1 its encoder is divided among processes"
     if processor is None:
-        return "it came without a processor (preprocessor_config.json), or Pillow is not installed"
+        return loaded.why_no_processor or (
+            "it came without a processor (preprocessor_config.json), or Pillow is not installed"
+        )
     if getattr(processor, "image_token", None) is None:
         return f"its {type(processor).__name__} has no placeholder for an image"
     if not 0 <= token_id < loaded.vocab_size:
