@@ -181,11 +181,11 @@ class EncoderRun:
         return int(peak)
 
 
-class _LiveBytes(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] - of torch
     """Counts the storages that operations make, while they live."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.after = [0]
         self._now = 0
         self._alive: set[int] = set()
