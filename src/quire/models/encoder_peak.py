@@ -181,7 +181,7 @@ class EncoderRun:
         return int(peak)
 
 
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] - of torch
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations make, while they live."""
 
     def __init__(self) -> None:
