@@ -173,6 +173,16 @@ def _llava() -> tuple[Any, Any]:
     return _llava_kind(LlavaConfig, LlavaProcessor, CLIPImageProcessorPil)
 
 
+def towered_llava(**sight: Any) -> tuple[Any, Any]:
+    """With another tower, and images of its size."""
+    config, processor = _llava()
+    config.vision_config = CLIPVisionConfig(**{**_SIGHT, **sight})
+    config.text_config.max_position_embeddings = 4096
+    pixels = {"height": config.vision_config.image_size, "width": config.vision_config.image_size}
+    processor.image_processor = CLIPImageProcessorPil(size=pixels, crop_size=pixels)
+    return config, processor
+
+
 def _llava_next() -> tuple[Any, Any]:
     return _llava_kind(LlavaNextConfig, LlavaNextProcessor, LlavaNextImageProcessorPil, **_TILES)
 

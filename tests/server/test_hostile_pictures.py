@@ -1,6 +1,7 @@
 """Pictures and addresses that mean harm: each is refused in words, and holds up nothing else."""
 
 import asyncio
+import io
 import os
 import shutil
 import ssl
@@ -34,7 +35,7 @@ NAMES = {
     "mapped.example": ["::ffff:127.0.0.1"],
     "both.example": [PUBLIC, "192.168.1.1"],
 }
-WHOLE = encoded(picture(1), "PNG")
+WHOLE, JPEG = encoded(picture(1), "PNG"), encoded(picture(1), "JPEG")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,24 @@ def many_scans() -> bytes:
     made = encoded(Image.new("L", (4000, 4000)), "JPEG", progressive=True)
     last = made.rindex(b"\xff\xda")
     return made[:-2] + made[last:-2] * 2000 + made[-2:]
+
+
+def album() -> bytes:
+    """Two JPEG pictures in a file, of which the first has many scans: Pillow calls it MPO."""
+    made = io.BytesIO()
+    second = Image.new("L", (16, 16))
+    pictures = {"save_all": True, "append_images": [second]}
+    Image.new("L", (2000, 2000)).save(made, "MPO", progressive=True, **pictures)
+    whole = made.getvalue()
+    end = whole.index(b"\xff\xd9")
+    last = whole.rindex(b"\xff\xda", 0, end)
+    return whole[:end] + whole[last:end] * 1500 + whole[end:]
+
+
+def gif_of_comments() -> bytes:
+    made = encoded(Image.new("L", (16, 16)), "GIF")
+    place = made.index(b"\x2c\0\0\0\0")
+    return made[:place] + b"\x21\xfe\0" * 20_000 + made[place:]
 
 
 def wide_frame() -> bytes:
@@ -128,6 +147,22 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "a thread": (lambda: encoded(Image.new("1", (1_000_000, 1)), "PNG"), "200 times"),
     "a pole": (lambda: encoded(Image.new("1", (1, 1_000_000)), "PNG"), "200 times"),
     "many scans": (many_scans, "scans: save it with fewer"),
+    "an album of scans": (album, "scans: save it with fewer"),
+    "many chunks": (lambda: WHOLE[:33] + chunk(b"abCd", b"") * 20_000 + WHOLE[33:], "10,000 parts"),
+    "chunks behind": (lambda: WHOLE[:-12] + chunk(b"abCd", b"") * 20_000, "10,000 parts"),
+    "many segments": (lambda: JPEG[:2] + b"\xff\xef\0\2" * 20_000 + JPEG[2:], "10,000 parts"),
+    "many fillers": (lambda: JPEG[:2] + b"\xff" * 20_000 + JPEG[2:], "10,000 parts"),
+    "many blocks": (gif_of_comments, "10,000 parts"),
+    "many comments": (
+        lambda: (
+            WHOLE[:33] + chunk(b"zTXt", b"C\0\0" + zlib.compress(bytes(2**19), 9)) * 65 + WHOLE[33:]
+        ),
+        "more than 64 that are packed",
+    ),
+    "a wide profile": (
+        lambda: WHOLE[:33] + chunk(b"iCCP", b"C\0\0" + zlib.compress(bytes(2**24), 9)) + WHOLE[33:],
+        "cannot be read",
+    ),
     "a long comment": (lambda: with_text(bytes(2**26)), "cannot be read"),
 }
 
@@ -169,14 +204,17 @@ async def answer(
     if path in fixed:
         await send(fixed[path])
         return
-    if path == "/headers":
-        await send(b"HTTP/1.1 200 OK\r\n")
+    ok = b"HTTP/1.1 200 OK\r\n"
+    without_end = {
+        "/headers": (ok, b"X-More: " + b"a" * 4000 + b"\r\n"),
+        "/endless": (ok + b"Content-Type: image/png\r\n\r\n", bytes(2**16)),
+        "/crumbs": (ok + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 10_000),
+    }
+    if path in without_end:
+        head, more = without_end[path]
+        await send(head)
         while True:
-            await send(b"X-More: " + b"a" * 4000 + b"\r\n")
-    if path == "/endless":
-        await send(b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\n")
-        while True:
-            await send(bytes(2**16))
+            await send(more)
     if path == "/continue":
         while not over.is_set():
             await send(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -284,6 +322,8 @@ URLS = {
     "http://pictures.example:{}/headers": "cannot be read",
     "http://pictures.example:{}/endless": "max_request_bytes",
     "http://pictures.example:{}/continue": "within 0.3 s (image_fetch_timeout)",
+    "http://[::ffff:127.0.0.1]:{}/cat.png": "not among the hosts",
+    "http://%31%32%37.0.0.1:{}/cat.png": "not among the hosts",
     "http://pictures.example:{}/slow": "within 0.3 s",
     "http://pictures.example:{}/drips": "within 0.3 s",
     "https://pictures.example:{}/cat.png": "within 0.3 s",  # no TLS there
@@ -324,6 +364,32 @@ def test_what_means_harm_is_refused_in_words(llm: AsyncLLM, tmp_path: Path) -> N
             assert not client.service.admission._num_pixels
 
     assert len(FILES) + len(URLS) >= 50
+    run(ask())
+
+
+def test_an_answer_in_crumbs_leaves_others_their_turn() -> None:
+    """Chunks of one byte, thousands of them in each piece that is read."""
+
+    async def ask() -> None:
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        async with host() as port:
+            files, beside = (
+                media(port, None, timeout_s=5, most_bytes=30_000),
+                asyncio.ensure_future(others()),
+            )
+            with pytest.raises(RequestError, match="max_request_bytes"):
+                await files.read(f"http://pictures.example:{port}/crumbs", 0, lambda _: None)
+            beside.cancel()
+            files.close()
+            assert turns > 30_000 / 200
+
     run(ask())
 
 

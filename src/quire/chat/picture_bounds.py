@@ -1,7 +1,8 @@
 """Pictures in messages: bytes become Pillow's pictures, under bounds.
 
 A picture's size is known before its pixels are made, so that a small file cannot become a large
-picture. So is the work of making them: a JPEG file may draw each pixel many times.
+picture. So is the work of making them: a JPEG file may draw each pixel many times, and a file may
+have millions of parts that are no picture.
 """
 
 import base64
@@ -21,6 +22,10 @@ _MOST_DRAWN = 2**30  # pixels of all scans of a JPEG file; a common one has up t
 _MOST_OBLONG = 200
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
+_MOST_PARTS = 10_000  # of a file: each takes some microseconds, and a hundred bytes
+_MOST_PACKED = 64  # of all files: each is a MiB at most once it is unpacked, by Pillow's own limit
+_PNG, _JPEG, _GIF = b"\x89PNG\r\n\x1a\n", b"\xff\xd8", (b"GIF87a", b"GIF89a")
+_PACKED = (b"zTXt", b"iTXt", b"iCCP")
 _SCAN = b"\xff\xda"  # begins one; among a scan's own bytes 0xff is followed by zero
 
 
@@ -47,9 +52,17 @@ def open_pictures(files: Sequence[bytes]) -> list[Any]:
     """
     from PIL import Image
 
-    left = MOST_PIXELS
+    left, packed = MOST_PIXELS, 0
     found: list[Any] = []
     for number, data in enumerate(files):
+        parts, own = _parts(data)
+        packed += own
+        if parts > _MOST_PARTS or packed > _MOST_PACKED:
+            raise bad(
+                number,
+                f"has more than {format_count(_MOST_PARTS)} parts beside its pixels, or all "
+                f"together more than {_MOST_PACKED} that are packed: save it without comments",
+            )
         try:
             opened = Image.open(io.BytesIO(data), formats=_FORMATS)
         except Exception as error:  # each format has kinds of its own
@@ -69,7 +82,7 @@ def open_pictures(files: Sequence[bytes]) -> list[Any]:
                 f"has {format_count(width)} × {format_count(height)} pixels, and the longer side "
                 f"may have {_MOST_OBLONG} times as many as the shorter one",
             )
-        scans = data.count(_SCAN) if opened.format == "JPEG" else 1
+        scans = data.count(_SCAN) if data.startswith(_JPEG) else 1  # of an album (MPO) too
         if scans * width * height > _MOST_DRAWN:
             raise bad(
                 number,
@@ -78,6 +91,56 @@ def open_pictures(files: Sequence[bytes]) -> list[Any]:
             )
         found.append(opened)
     return found
+
+
+def _parts(data: bytes) -> tuple[int, int]:
+    """Count a file's parts beside its pixels, and of these the packed ones; it stops at too many.
+
+    A file that is no such file has none: it is refused when it is opened.
+    """
+    if data.startswith(_PNG):
+        return _chunks(data)
+    if data.startswith(_JPEG):
+        return _segments(data), 0
+    return (_blocks(data), 0) if data.startswith(_GIF) else (0, 0)
+
+
+def _chunks(data: bytes) -> tuple[int, int]:
+    """Count those of a PNG file, behind its pixels too."""
+    parts = packed = 0
+    place = len(_PNG)
+    while place + 8 <= len(data) and parts <= _MOST_PARTS:
+        kind = data[place + 4 : place + 8]
+        parts += kind != b"IDAT"
+        packed += kind in _PACKED
+        place += 12 + int.from_bytes(data[place : place + 4])
+    return parts, packed
+
+
+def _segments(data: bytes) -> int:
+    """Count those of a JPEG file before its first scan; a byte between them is one, too."""
+    parts, place = 0, 2
+    while place + 4 <= len(data) and parts <= _MOST_PARTS:
+        parts += 1
+        if data[place : place + 2] == _SCAN:
+            break
+        is_marker = data[place] == 0xFF and data[place + 1] not in (0x00, 0xFF)
+        place += 2 + int.from_bytes(data[place + 2 : place + 4]) if is_marker else 1
+    return parts
+
+
+def _blocks(data: bytes) -> int:
+    """Count those of a GIF file before its first picture."""
+    flags = data[10] if len(data) > 10 else 0
+    parts, place = 0, 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    while place < len(data) and data[place] == 0x21 and parts <= _MOST_PARTS:
+        place += 2
+        size = 1
+        while size and place < len(data) and parts <= _MOST_PARTS:
+            size = data[place]
+            place += 1 + size
+            parts += 1
+    return parts
 
 
 def bad(number: int, why: str) -> RequestError:

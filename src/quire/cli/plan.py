@@ -6,6 +6,7 @@ No weights are loaded. Torch is imported only for --validate, or to query a GPU 
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -15,7 +16,7 @@ from quire.cli.options import AsJson, Weights, load_model, with_engine_options
 from quire.cli.plan_report import Speeds, as_dict, print_plan, print_table_of_models
 from quire.cli.planned_tiers import TierSizes, TierSpeeds
 from quire.config import EngineConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, RequestError
 from quire.memory import HostMemory
 from quire.memory.machine import may_have_cuda, read_machine
 from quire.memory.machine.probe import spare_mappings
@@ -31,6 +32,7 @@ from quire.planner.hardware import (
     named_devices,
     roofline,
 )
+from quire.planner.images import Ask, ImageSizes, PlannedImages, planned_images
 from quire.planner.planned_tiers import TierTable
 from quire.planner.saturation import saturated
 from quire.planner.sequence_memory import PlannedLengths
@@ -40,6 +42,7 @@ from quire.spec.tensor_parallel import rank_spec
 from quire.units import format_count, parse_bytes
 
 _HOST_PAGE_BYTES = 4096
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @with_engine_options
@@ -76,6 +79,14 @@ def plan(  # noqa: PLR0913 - flags
     output_len: Annotated[
         int | None, typer.Option(help="Tokens of a typical answer. Default: up to 256.")
     ] = None,
+    images: Annotated[
+        str | None,
+        typer.Option(
+            help="Images of a typical prompt, beside the --input-len: 1024x768 for one, "
+            "4x1024x768 for four. Their tokens are counted by the processor of the model's folder.",
+            metavar="[COUNTx]WIDTHxHEIGHT",
+        ),
+    ] = None,
     fit: Annotated[
         Literal["length", "sequences"] | None,
         typer.Option(
@@ -110,6 +121,7 @@ def plan(  # noqa: PLR0913 - flags
     quire plan Llama-3.3-70B-Instruct --device h200 --weights fp8
     quire plan ./my-model --memory 64GB --input-len 4000 --output-len 500
     quire plan Llama-3.1-8B --device h100 --kv-tier 'memory:?size=160GiB'
+    quire plan gemma-3-12b-it --device h100 --images 2x1024x768
     quire plan --validate
 
     Raises: ConfigError, ModelNotLoadable, MemoryUnavailable.
@@ -135,7 +147,13 @@ def plan(  # noqa: PLR0913 - flags
     subject = find_subject(
         model, dtype=config.dtype, weights=weights, quantization=config.quantization
     )
-    request = _request(subject, config, input_len, output_len)
+    shown = None
+    if images is not None:
+        if validate:
+            raise ConfigError("--validate runs prompts of text: leave out --images")
+        shown = _shown(subject, model, ImageSizes.parse(images))
+        subject = replace(subject, own=replace(subject.own, encoder=shown.each))
+    request = _request(subject, config, input_len, output_len, shown)
     if validate:
         if place.here != "cpu" or tp > 1:
             raise ConfigError(
@@ -156,17 +174,19 @@ def plan(  # noqa: PLR0913 - flags
         )
         fitted, found = _fitted(found, fit, for_many="max_num_seqs" in engine)
         remedies = [] if found.fits else list(changes(found))
-    token_s = first = full = None
+    token_s = first = full = encoder_s = None
     tiers = tiers_of(found, table)
     if (key := known_speed(device)) is not None:
         costs = roofline(subject, rank_spec(subject.spec, tp), key, tp)
         token_s = prices_of(costs, found.config.max_num_batched_tokens).token_s
         first, full = first_token(found, costs), saturated(found, costs)
-    speed = Speeds(token_s=token_s, first=first, full=full)
+        encoder_s = None if shown is None else shown.encoder_s(costs)
+    speed = Speeds(token_s=token_s, first=first, full=full, encoder_s=encoder_s)
     if as_json:
-        print(json.dumps(as_dict(found, remedies, fitted, tiers=tiers, speeds=speed)))
+        said = as_dict(found, remedies, fitted, tiers=tiers, speeds=speed, images=shown)
+        print(json.dumps(said))
     else:
-        print_plan(found, remedies, fitted, tiers=tiers, speeds=speed)
+        print_plan(found, remedies, fitted, tiers=tiers, speeds=speed, images=shown)
 
 
 def num_ranks_of(tp: int, config: EngineConfig) -> int:
@@ -252,11 +272,39 @@ def _size(memory: str | None) -> int:
     return size
 
 
+def _shown(subject: Subject, model: str | None, sizes: ImageSizes) -> PlannedImages:
+    """Plan a prompt's images, by its own processor if there is one. Raises: ConfigError."""
+    folder = Path(model or "").expanduser()
+    ask: Ask | None = None
+    if any((folder / name).is_file() for name in _PROCESSOR_FILES if model):
+        from quire.models.encoder_peak import image_of_files
+
+        def ask(width: int, height: int) -> tuple[int, int, str]:
+            try:
+                image, said_by = image_of_files(folder, width, height, dtype=subject.dtype)
+            except RequestError as error:
+                raise ConfigError(f"--images: {error}") from error
+            return image.num_tokens, image.num_values, said_by
+
+    return planned_images(subject, sizes, ask)
+
+
 def _request(
-    subject: Subject, config: EngineConfig, input_len: int | None, output_len: int | None
+    subject: Subject,
+    config: EngineConfig,
+    input_len: int | None,
+    output_len: int | None,
+    images: PlannedImages | None,
 ) -> PlannedLengths:
     """Return the typical request. Raises: ConfigError if it is longer than the context."""
     most = min(config.max_model_len or subject.spec.max_model_len, subject.spec.max_model_len)
+    shown = 0 if images is None else images.num_tokens
+    if shown + 2 > most:
+        raise ConfigError(
+            f"--images: they make {format_count(shown)} tokens, and a prompt with an answer has "
+            f"--max-model-len {format_count(most)}: raise it, or lower the number or size"
+        )
+    most -= shown
     usual = typical(most)
     for flag, value in (("--input-len", input_len), ("--output-len", output_len)):
         if value is not None and value < 1:
@@ -268,10 +316,12 @@ def _request(
     if input_tokens + output_tokens > most:
         raise ConfigError(
             f"--input-len {format_count(input_tokens)} and --output-len "
-            f"{format_count(output_tokens)} are more than --max-model-len {format_count(most)}: "
-            "lower one of them"
+            f"{format_count(output_tokens)} are more than --max-model-len "
+            f"{format_count(most + shown)}"
+            + (f" less {format_count(shown)} of images" if shown else "")
+            + ": lower one of them"
         )
-    return PlannedLengths(input_tokens=input_tokens, output_tokens=output_tokens)
+    return PlannedLengths(input_tokens=input_tokens + shown, output_tokens=output_tokens)
 
 
 def _refuse_unplanned(config: EngineConfig) -> None:

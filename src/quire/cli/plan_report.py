@@ -16,6 +16,7 @@ from quire.kv import STRATEGIES
 from quire.planner.capacity import CapacityPlan, Cell
 from quire.planner.first_token import FirstToken
 from quire.planner.fit import OptionChange
+from quire.planner.images import PlannedImages
 from quire.planner.planned_tiers import PlannedTier, pays_from
 from quire.planner.precision import named
 from quire.planner.saturation import Saturation
@@ -98,6 +99,7 @@ class Speeds:
     token_s: float | None = None  # to compute a token
     first: FirstToken | None = None
     full: Saturation | None = None
+    encoder_s: float | None = None  # to encode an image
 
 
 def print_plan(
@@ -107,6 +109,7 @@ def print_plan(
     *,
     tiers: Sequence[PlannedTier] = (),
     speeds: Speeds,
+    images: PlannedImages | None = None,
 ) -> None:
     """Print the answer, the model, bytes per token, the budget, tiers, and what to change."""
     console = Console(highlight=False)
@@ -115,6 +118,8 @@ def print_plan(
     console.print()
     for line in _subject(found):
         console.print(line)
+    if images is not None:
+        console.print(_images(images, speeds.encoder_s))
     console.print()
     console.print(_layers(found))
     console.print(ledger_table(found.subject.name, found.ledger, *_in_tokens(found)))
@@ -175,6 +180,7 @@ def as_dict(
     *,
     tiers: Sequence[PlannedTier] = (),
     speeds: Speeds,
+    images: PlannedImages | None = None,
 ) -> dict[str, Any]:
     """Return the plan as a JSON object."""
     subject, token_s = found.subject, speeds.token_s
@@ -188,6 +194,9 @@ def as_dict(
         "weights_bytes_by_precision": dict(subject.bytes_by_precision),
         "first_token": None if speeds.first is None else asdict(speeds.first),
         "saturation": None if speeds.full is None else asdict(speeds.full),
+        "images": None
+        if images is None
+        else {**asdict(images), "num_tokens": images.num_tokens, "encoder_s": speeds.encoder_s},
         "tp": found.num_ranks,
         "device": found.place.machine.hint[1],
         "here": found.place.here,
@@ -297,6 +306,25 @@ def _subject(found: CapacityPlan) -> Iterator[str]:
         keeps = is_replicated(subject.spec, on_rank, found.num_ranks)
         same = ", which keep copies of some heads" if keeps else ""
         yield f"[dim]figures are those of one of {found.num_ranks} ranks{same}[/]"
+
+
+def _images(images: PlannedImages, encoder_s: float | None) -> str:
+    """Say what the images of a prompt are, and where that comes from."""
+    sizes, each = images.sizes, images.each
+    pixels = f"{format_count(sizes.width)} × {format_count(sizes.height)} pixels"
+    said = f"{sizes.count} of {pixels}: {format_count(each.num_tokens)} tokens"
+    if sizes.count > 1:
+        said += f" each, {format_count(images.num_tokens)} in a prompt"
+    said += f" (by {escape(images.said_by)})"
+    if images.num_patches:
+        said += f"; {format_count(images.num_patches)} patches"
+    if each.peak_bytes:
+        said += f"; about {format_bytes(each.peak_bytes)} in the encoder"
+    else:
+        said += "; the encoder's memory is not known"
+    if encoder_s is not None:
+        said += f", encoded in about {_milliseconds(encoder_s)} by the device's data sheet"
+    return f"[dim]images: {said}[/]"
 
 
 def _layers(found: CapacityPlan) -> Table:

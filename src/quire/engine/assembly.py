@@ -18,7 +18,6 @@ from quire.memory import MemoryProvider
 from quire.memory.by_device import give_back_kept, memory_for
 from quire.models.executors.choice import hides_errors
 from quire.models.executors.small_copy import small_copy
-from quire.models.footprint import footprint
 from quire.models.fused_modules import FusedModules
 from quire.models.loader import LoadedModel
 from quire.models.model_watch import ModelWatch
@@ -66,13 +65,16 @@ def assemble(
     provider: MemoryProvider,
     config: EngineConfig,
     team: LeaderGroup | None = None,
+    vision: Vision | None = None,
 ) -> Assembly:
     """Put a model over a cache, and try it out. ``team`` has the rest of the model.
 
-    ``spec`` has the dtypes in which keys and values are stored.
+    ``spec`` has the dtypes in which keys and values are stored. It is shown
+    images by ``vision``, none without it.
 
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
+    vision = vision or Vision(name=loaded.name, why_not="it drafts")
     _refuse_switching_positions(loaded, sizes.max_model_len)
     _refuse_too_little(build_accounting(strategy, spec, sizes), sizes.max_model_len)
     backend, make_pair = prepare(loaded, spec, strategy, sizes, provider, config, team)
@@ -87,12 +89,11 @@ def assemble(
         )
         with _small_runner(loaded, spec, strategy, sizes, provider, config, team) as small:
             runner.try_out(max_tokens=sizes.max_model_len, small=small)
-        vision = Vision.of(loaded, config.most_images)
         if not vision.why_not:
             why_not = runner.try_images(
                 vision,
                 max_tokens=sizes.max_model_len,
-                most_bytes=image_bytes(config, footprint(loaded.model)),
+                most_bytes=image_bytes(config, vision.encoder) if vision.encoder else 0,
             )
             vision = replace(vision, why_not=why_not)
             if why_not:

@@ -18,7 +18,7 @@ from quire.engine.elastic import Elastic
 from quire.engine.fallbacks import OtherAttention
 from quire.engine.kv_budget import cache_config, kv_ledger, named_memory
 from quire.engine.kv_cache import KVCache
-from quire.engine.kv_sizing import stored_spec
+from quire.engine.kv_sizing import longest_tokens, stored_spec
 from quire.engine.open_tiers import make_offloading
 from quire.engine.parallel.leader import LeaderGroup
 from quire.engine.parallel.model_part import PartedModel, load_parts
@@ -39,12 +39,14 @@ from quire.engine.statistics import Statistics
 from quire.engine.swap.swapper import make_swap_store
 from quire.errors import ConfigError, MemoryUnavailable
 from quire.memory import MemoryProvider
+from quire.memory.budget import EncoderFootprint
 from quire.memory.budget.ledger import Ledger
 from quire.memory.by_device import gauge_for, give_back_kept, make_resident
 from quire.memory.controller import MemoryController
 from quire.memory.machine import CudaPeak
 from quire.memory.machine.readings import Gauge
 from quire.memory.residency import Resident
+from quire.models.encoder_peak import encoder_footprint
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
 from quire.models.vision import Vision
@@ -113,7 +115,8 @@ def _built(
     provider = _provider(provider, config, device)
     parted: PartedModel | None = loaded.ranks
     draft = load_draft(config, loaded)
-    ledger = _claimed(config, loaded, draft, provider)
+    vision = _vision(config, loaded)
+    ledger = _claimed(config, loaded, draft, provider, vision)
     kv_bytes = ledger.require()
     for_drafts = draft_bytes(kv_bytes, stored_spec(config, loaded.spec), draft)
     sizes = cache_config(config, loaded, provider, kv_bytes - for_drafts)
@@ -129,7 +132,16 @@ def _built(
             team = parted.team(spec, config.cache, sizes, config, residency)
             undo.callback(team.close)
             resident = team.resident(resident, residency)
-        model = assemble(loaded, spec, config.cache, sizes, resident.provider, config, team)
+        model = assemble(
+            loaded,
+            spec,
+            config.cache,
+            sizes,
+            resident.provider,
+            config,
+            team,
+            vision=vision,
+        )
         kv = model.kv
         undo.callback(kv.close)
         undo.callback(model.runner.close)
@@ -205,7 +217,9 @@ def _built(
             MemoryController(config.memory_mode, room_bytes=room_bytes),
             gauge if team is None else team.gauge(gauge),
             lock or CacheLock(partial(on_default_stream, device)),
-            _step_bytes(config, loaded, spec, ledger) if device.type == "cpu" else None,
+            _step_bytes(config, loaded, spec, ledger, vision.encoder)
+            if device.type == "cpu"
+            else None,
         ),
         source_prompts=SourcePrompts(loaded, spec.source_tokens) if spec.source_tokens else None,
         vision=model.vision,
@@ -256,23 +270,40 @@ def loaded_model(
     return loaded
 
 
+def _vision(config: EngineConfig, loaded: LoadedModel) -> Vision:
+    """Return what makes images ready, up to a size that memory can be planned for.
+
+    Raises: ConfigError.
+    """
+    vision = Vision.of(loaded, config.most_images)
+    longest = longest_tokens(config, loaded.name, loaded.spec)
+    return replace(vision, encoder=encoder_footprint(vision, loaded.model, longest))
+
+
 def _claimed(
-    config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None, provider: MemoryProvider
+    config: EngineConfig,
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    provider: MemoryProvider,
+    vision: Vision,
 ) -> Ledger:
     """Return the budget's ledger; on a GPU with the measured size of a step.
 
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable.
     """
     device, page_bytes, measured = loaded.device, provider.page_bytes, None
+    encoder = vision.encoder
     if device.type == "cuda":
         try:
-            measured = measured_step_bytes(config, loaded, provider, CudaPeak(device.index or 0))
+            measured = measured_step_bytes(
+                config, loaded, provider, CudaPeak(device.index or 0), vision
+            )
         except MemoryUnavailable:
             # The ledger's own error says what has the memory, and what would fit.
-            kv_ledger(config, loaded, page_bytes, draft).require()
+            kv_ledger(config, loaded, page_bytes, draft, encoder=encoder).require()
             raise
         give_back_kept(provider)  # the pages of that step
-    return kv_ledger(config, loaded, page_bytes, draft, measured_bytes=measured)
+    return kv_ledger(config, loaded, page_bytes, draft, measured_bytes=measured, encoder=encoder)
 
 
 def _provider(
@@ -291,13 +322,17 @@ def _provider(
 
 
 def _step_bytes(
-    config: EngineConfig, loaded: LoadedModel, spec: ModelSpec, ledger: Ledger
+    config: EngineConfig,
+    loaded: LoadedModel,
+    spec: ModelSpec,
+    ledger: Ledger,
+    encoder: EncoderFootprint | None,
 ) -> StepBytes:
     speculative = config.speculative_config
     num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
     return StepBytes(
         ledger.step_bytes,
-        footprint(loaded.model),
+        replace(footprint(loaded.model), encoder=encoder),
         max_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         logits_each=1 + num_drafts,

@@ -234,7 +234,7 @@ class Elastic:
             now_s=now_s,
             total_bytes=memory.total_bytes,
             available_bytes=memory.available_bytes,
-            step_bytes=self._step_bytes.whole_bytes if kills and self._step_bytes else 0,
+            step_bytes=self._step_bytes.most_bytes if kills and self._step_bytes else 0,
             stalled_s=memory.stalled_s,
             capacity_bytes=self._kv.accounting.ceiling.capacity_bytes,
             ceiling_bytes=self._kv.accounting.ceiling.now_bytes,

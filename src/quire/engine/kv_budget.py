@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
-from quire.engine.kv_sizing import cache_sizes, image_bytes, kv_needs, ledger_for, stored_spec
+from quire.engine.kv_sizing import cache_sizes, kv_needs, ledger_for, stored_spec
 from quire.engine.speculation.drafters import needs_with_draft
 from quire.kv import STRATEGIES, CacheConfig
 from quire.memory import PROVIDERS, MemoryProvider, MemoryRequest
-from quire.memory.budget import BY_OWN_MEMORY
+from quire.memory.budget import BY_OWN_MEMORY, EncoderFootprint
 from quire.memory.budget.ledger import Ledger
 from quire.memory.by_device import known_machine
 from quire.memory.machine.probe import spare_mappings
@@ -29,14 +29,16 @@ def kv_ledger(
     draft: LoadedModel | None = None,
     *,
     measured_bytes: int | None = None,
+    encoder: EncoderFootprint | None = None,
 ) -> Ledger:
     """Return the ledger of a loaded model's device by the chosen rule.
 
-    With a ``draft`` model it is for the KV memory of both. ``measured_bytes`` are those of a step.
+    With a ``draft`` model it is for the KV memory of both. ``measured_bytes`` are those of a step,
+    ``encoder`` has those of images.
 
     Raises: ConfigError for longer sequences than the model's; MemoryUnavailable.
     """
-    device, own = loaded.device, footprint(loaded.model)
+    device, own = loaded.device, replace(footprint(loaded.model), encoder=encoder)
     needs = kv_needs(
         config,
         loaded.name,
@@ -45,7 +47,6 @@ def kv_ledger(
         page_bytes,
         on_gpu=device.type == "cuda",
         measured_bytes=measured_bytes,
-        image_bytes=0 if loaded.processor is None else image_bytes(config, own),
     )
     if draft is not None:
         needs = needs_with_draft(needs, stored_spec(config, loaded.spec), draft)

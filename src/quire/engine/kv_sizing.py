@@ -16,7 +16,7 @@ from quire.kv.layout import (
     stacking,
     suited_to,
 )
-from quire.memory.budget import Footprint, Ledger, Needs, make_ledger
+from quire.memory.budget import EncoderFootprint, Footprint, Ledger, Needs, make_ledger
 from quire.memory.machine import Machine
 from quire.spec import ChunkedAttention, Group, KeptWhole, ModelSpec, RecurrentState, SlidingWindow
 from quire.units import ceil_div, format_count, parse_bytes
@@ -54,18 +54,16 @@ def kv_needs(
     *,
     on_gpu: bool = False,
     measured_bytes: int | None = None,
-    image_bytes: int = 0,
 ) -> Needs:
     """Return what a model needs under these options.
 
     ``on_gpu``: decode steps are captured, whose memory stays taken, and swap goes through buffers.
     ``measured_bytes``: the peak of a step in bytes, if it is known; else it is estimated.
-    ``image_bytes``: of features that are kept.
 
     Raises: ConfigError for longer sequences than the model's.
     """
     longest, spec = longest_tokens(config, name, spec), stored_spec(config, spec)
-    strategy = STRATEGIES[config.cache]
+    strategy, encoder = STRATEGIES[config.cache], own.encoder
     whole = strategy.reserves and config.reserve == "max_model_len"
     least_tokens = longest if whole else min(longest, _SHORT_TOKENS)
     one_state = sum(
@@ -97,7 +95,8 @@ def kv_needs(
         addresses_per_byte=(2 if strategy.maps_pages else 1) * len(spec.groups),
         context_tokens=longest,
         tier_bytes=0 if on_gpu else tier_bytes(config, spec.groups, page_bytes),
-        image_bytes=image_bytes,
+        image_bytes=0 if encoder is None else image_bytes(config, encoder),
+        encoder_bytes=0 if encoder is None else encoder.peak_bytes,
         least_bytes=least_tokens * spec.bytes_per_token + one_state,
         most_bytes=_most_bytes(config, spec, longest, page_bytes) + state_bytes,
         state_bytes=state_bytes,
@@ -139,9 +138,9 @@ def cache_sizes(
     )
 
 
-def image_bytes(config: EngineConfig, own: Footprint) -> int:
-    """Return the bytes of image features that are kept: as many as a step has tokens."""
-    return config.max_num_batched_tokens * own.hidden_size * own.item_bytes
+def image_bytes(config: EngineConfig, encoder: EncoderFootprint) -> int:
+    """Return the bytes of image features that are kept: a step's rows, or the largest image's."""
+    return max(config.max_num_batched_tokens, encoder.num_tokens) * encoder.row_bytes
 
 
 def swap_buffer_bytes(groups: Iterable[Group], longest: int) -> int:

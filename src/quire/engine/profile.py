@@ -29,6 +29,7 @@ from quire.memory import MemoryProvider
 from quire.memory.budget import Footprint
 from quire.memory.machine import CudaPeak
 from quire.models.loader import LoadedModel
+from quire.models.vision import Vision
 from quire.spec import ModelSpec
 from quire.units import format_bytes, format_count
 
@@ -55,6 +56,8 @@ class StepBytes:
         least_tokens: int = 0,
     ) -> None:
         self.whole_bytes = whole_bytes  # of ``max_tokens``
+        encoder_bytes = own.encoder.peak_bytes if own.encoder else 0
+        self.most_bytes = max(whole_bytes, encoder_bytes)  # an image is encoded before a step
         self.max_tokens = max_tokens
         self._own, self._max_num_seqs, self._least_tokens = own, max_num_seqs, least_tokens
         self._logits_each = logits_each
@@ -94,9 +97,15 @@ class StepBytes:
 
 
 def measured_step_bytes(
-    config: EngineConfig, loaded: LoadedModel, provider: MemoryProvider, meter: CudaPeak
+    config: EngineConfig,
+    loaded: LoadedModel,
+    provider: MemoryProvider,
+    meter: CudaPeak,
+    vision: Vision | None = None,
 ) -> int | None:
     """Measure a step's bytes without weights and KV memory; None for an encoder-decoder.
+
+    With ``vision`` an image is tried out before it, as in the engine.
 
     Raises: ConfigError, UnsupportedModel; MemoryUnavailable where the device has too little for it.
     """
@@ -104,7 +113,7 @@ def measured_step_bytes(
         return None
     spec = stored_spec(config, loaded.spec)
     try:
-        peak_bytes = _peak_bytes(config, loaded, spec, provider, meter)
+        peak_bytes = _peak_bytes(config, loaded, spec, provider, meter, vision)
     except torch.OutOfMemoryError as error:
         raise MemoryUnavailable(
             f"the device has too little memory for one step of {loaded.name}: lower "
@@ -125,6 +134,7 @@ def _peak_bytes(
     spec: ModelSpec,
     provider: MemoryProvider,
     meter: CudaPeak,
+    vision: Vision | None,
 ) -> int:
     sizes = _sizes(config, loaded, spec, provider)
     with ExitStack() as undo:
@@ -133,7 +143,7 @@ def _peak_bytes(
             team = loaded.ranks.team(spec, "paged", sizes, config)
             undo.callback(team.close)
         meter.begin()  # before the attention backend takes memory that it keeps
-        model = assemble(loaded, spec, "paged", sizes, provider, config, team)
+        model = assemble(loaded, spec, "paged", sizes, provider, config, team, vision=vision)
         undo.callback(model.kv.close)
         plan = _largest_step(config, sizes.max_model_len, loaded.vocab_size)
         _make_room(model, plan)

@@ -66,15 +66,23 @@ def outline(
 
     Raises: ModelNotLoadable, UnsupportedModel.
     """
+    model = outlined(name, dtype=dtype)
     folder = find_folder(name)
-    source = str(folder or name)
-    config, spec = read_config(source, folder)
+    _, spec = read_config(str(folder or name), folder)
+    dtype_name = str(model.dtype).removeprefix("torch.")
+    return called(name), footprint(model), spec.computed_in(dtype_name)
+
+
+def outlined(name: str | Path | None, *, dtype: str = "auto") -> PreTrainedModel:
+    """Make a folder's or a hub name's model without memory. Raises: as ``outline``."""
+    folder = find_folder(name)
+    config, spec = read_config(str(folder or name), folder)
     wanted = getattr(torch, spec.dtype if dtype == "auto" else dtype)
     with torch.device("meta"):
-        made = auto_class(config)
-        model = made.from_config(config, dtype=wanted, trust_remote_code=False)
-    dtype_name = str(wanted).removeprefix("torch.")
-    return called(name), footprint(model), spec.computed_in(dtype_name)
+        model: PreTrainedModel = auto_class(config).from_config(
+            config, dtype=wanted, trust_remote_code=False
+        )
+    return model
 
 
 def _widest(weight: Tensor) -> int:

@@ -126,6 +126,7 @@ class LoadedModel:
     tokenizer: Any  # None for a model that came without one
     feature_extractor: Any = None  # of a model that hears, if it came with one
     processor: Any = None  # of a model that sees, if it came with one
+    why_no_processor: str = ""  # if it came with one that cannot be loaded
     spec: ModelSpec
     ranks: Any = None  # what speaks with the processes that have the other parts of it, if any
     is_private: bool = False  # nothing but the engine has it, so that it stays what it is
@@ -207,12 +208,14 @@ def load(  # noqa: PLR0913 - an engine's options
             hold_in_memory(model)
     if folder is None:
         files = looked_at(source, folder, getattr(model.config, "_commit_hash", None))
+    processor, why_no_processor = processor_of(source, model)
     return LoadedModel(
         name=called(name),
         model=model.eval(),
         tokenizer=_tokenizer(tokenizer or source),
         feature_extractor=_feature_extractor(source, model),
-        processor=_processor(source, model),
+        processor=processor,
+        why_no_processor=why_no_processor,
         spec=spec.computed_in(_dtype_name(model)),
         files=() if getattr(model, "_hf_peft_config_loaded", False) else files,
     )
@@ -498,15 +501,27 @@ def _feature_extractor(source: str, model: PreTrainedModel) -> Any:
         return None
 
 
-def _processor(source: str, model: PreTrainedModel) -> Any:
+def processor_of(source: str, model: PreTrainedModel) -> tuple[Any, str]:
+    """Return the processor of a model that sees, or None and the reason why there is none."""
     if not hasattr(model.base_model, "get_image_features"):
-        return None
+        return None, ""
     try:
-        return AutoProcessor.from_pretrained(source, trust_remote_code=False)
+        return AutoProcessor.from_pretrained(source, trust_remote_code=False), ""
     except Exception as error:  # as above; ImportError where Pillow or torchvision is wanted
         reason = first_line(error)
+        if "torchvision" in str(error).lower():
+            reason = (
+                f"{reason}: install the torchvision that belongs to torch {torch.__version__}"
+                f"{_torchvision()}, from where torch came"
+            )
         log.warning("%s comes without a usable processor (%s): no images", source, reason)
-        return None
+        return None, f"its processor cannot be loaded: {reason}"
+
+
+def _torchvision() -> str:
+    """Return the version that is made for this torch: 0.16 for 2.1, and so on."""
+    major, minor = torch.__version__.split(".")[:2]
+    return f" (0.{int(minor) + 15})" if major == "2" and minor.isdecimal() else ""
 
 
 def _not_loadable(source: str, folder: Path | None, error: Exception) -> Exception:

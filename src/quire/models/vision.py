@@ -18,8 +18,10 @@ from torch import Tensor
 
 from quire.errors import RequestError, one_line
 from quire.kv import Image
+from quire.memory.budget import EncoderFootprint
 from quire.models.executors.image_features import PromptImage, PromptImages
 from quire.models.loader import LoadedModel
+from quire.units import format_count
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class Vision:
     name: str
     why_not: str = ""
     most_images: int = 0  # in a prompt
+    encoder: EncoderFootprint | None = None  # what the largest image takes
     image_token_id: int = -1
     placeholder: str = ""  # what a prompt says where an image goes
     chat_template: str | None = None  # if the processor has one, and the tokenizer none
@@ -100,6 +103,8 @@ class Vision:
             images = [self._image(made)]
         else:  # each as it is by itself, so that its name does not depend on the others
             images = [self._image(self._made(self.placeholder, [each])) for each in pictures]
+        for number, image in enumerate(images):
+            self._check_size(image, number)
         if sum(image.num_tokens for image in images) != len(places):
             raise RequestError(
                 f"{self.name} wrote {len(places)} placeholders for {len(images)} images, and "
@@ -128,6 +133,15 @@ class Vision:
         except Exception as error:  # of Pillow, numpy and each processor's own: many kinds
             raise RequestError(f"the images cannot be read: {one_line(error)}") from error
         return made
+
+    def _check_size(self, image: PromptImage, number: int) -> None:
+        most = None if self.encoder is None else self.encoder.num_values
+        if most is not None and image.num_values > most:
+            raise RequestError(
+                f"image number {number} is too large: {self.name} makes "
+                f"{format_count(image.num_values)} values of it ({image.num_tokens} tokens), and "
+                f"memory is planned for {format_count(most)}: send a smaller one"
+            )
 
     def _image(self, made: Mapping[str, Tensor]) -> PromptImage:
         """Return the one image of a processor's output."""
@@ -199,7 +213,9 @@ def _why_not(loaded: LoadedModel) -> str:
     if loaded.ranks is not None:
         return "with tensor_parallel_size above 1 its encoder is divided among processes"
     if processor is None:
-        return "it came without a processor (preprocessor_config.json), or Pillow is not installed"
+        return loaded.why_no_processor or (
+            "it came without a processor (preprocessor_config.json), or Pillow is not installed"
+        )
     if getattr(processor, "image_token", None) is None:
         return f"its {type(processor).__name__} has no placeholder for an image"
     if not 0 <= token_id < loaded.vocab_size:

@@ -149,6 +149,7 @@ class Subject:
     num_chosen: int  # experts per token
     pair_flops: int  # of attention in all layers, for one pair of a token and an entry
     passed: Passed  # by activations between products, for a token
+    config: Mapping[str, Any]  # the fields of its config.json
     left_out: str = ""  # what the figures do not count
 
     @property
@@ -297,6 +298,7 @@ def _of_tensors(
         num_chosen=shapes.num_chosen,
         pair_flops=pair_flops(config, spec, source),
         passed=passed_elements(config, spec, source),
+        config=config,
     )
 
 
@@ -326,6 +328,7 @@ def _of_config(
         pair_flops=pair_flops(config, spec, source),
         passed=passed_elements(config, spec, source),
         left_out=left_out,
+        config=config,
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Network, ip_address
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias, final
@@ -36,6 +37,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _AT_ONCE = 8  # files of one key
 _NUM_RESOLVERS = 8  # threads: a name that does not resolve holds one until the system gives up
 _PIECE = 2**16
+_TURN = 128  # parts of an answer, after which others get their turn
 _HEADER_BYTES = 2**14
 _TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
@@ -239,7 +241,9 @@ class MediaFiles:
         writer.write((wire.send(asked) or b"") + (wire.send(h11.EndOfMessage()) or b""))
         await writer.drain()
         found = bytearray()
-        while True:
+        for number in count(1):
+            if not number % _TURN:  # a piece may have thousands, and reading it may not wait
+                await asyncio.sleep(0)
             event = wire.next_event()
             if event is h11.NEED_DATA:
                 wire.receive_data(await reader.read(_PIECE))
@@ -255,6 +259,7 @@ class MediaFiles:
                 return bytes(found)
             elif not isinstance(event, h11.InformationalResponse):
                 raise OSError("it closed the connection")
+        raise AssertionError("the count has no end")
 
     def _checked(self, place: Place, answer: h11.Response) -> str | None:
         """Return where a file is if it is elsewhere; None if it follows. Raises: RequestError."""

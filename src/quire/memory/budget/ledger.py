@@ -22,6 +22,7 @@ class Needs:
     graph_bytes: int = 0  # of recorded steps, which keep what they compute with
     swap_buffer_bytes: int = 0  # on a device, through which entries go to the host and back
     image_bytes: int = 0  # of features that are kept until their tokens are computed
+    encoder_bytes: int = 0  # at the peak of the largest image's encoder, which runs before a step
     tier_bytes: int = 0  # host memory in which blocks outside the pool lie, or on their way
     bytes_per_token: int
     context_tokens: int  # the longest sequence
@@ -41,9 +42,14 @@ class Needs:
         return self.activation_bytes + self.graph_bytes + self.swap_buffer_bytes
 
     @property
+    def encoder_excess_bytes(self) -> int:
+        """Bytes that an image's encoder takes beyond the activations of its step, which follow."""
+        return max(0, self.encoder_bytes - self.activation_bytes)
+
+    @property
     def besides_bytes(self) -> int:
         """Bytes that are needed besides weights and KV."""
-        return self.step_bytes + self.image_bytes + self.tier_bytes
+        return self.step_bytes + self.encoder_excess_bytes + self.image_bytes + self.tier_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +86,7 @@ class Ledger:
     unused_bytes: int = 0  # that the rule would give above what can ever be used
     spare_bytes: int | None = None  # what is left of the room; None: the rule left the headroom
     step_bytes: int = 0  # what a step of max_num_batched_tokens takes at its peak
+    encoder_bytes: int = 0  # what the encoder of the largest image takes at its peak, before that
     headroom_bytes: int = 0  # what the cache leaves to others from now on …
     headroom_source: str = ""  # … and why so much
     committed_whole: bool = False  # taken at the start, not as tokens come

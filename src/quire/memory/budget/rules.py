@@ -144,6 +144,7 @@ def make_ledger(
         unused_bytes=unused,
         spare_bytes=spare,
         step_bytes=needs.step_bytes,
+        encoder_bytes=needs.encoder_bytes,
         headroom_bytes=headroom,
         headroom_source=_headroom_words(case, headroom),
         room_bytes=case.room_bytes,
@@ -283,6 +284,7 @@ def _unchecked(asked_bytes: int, needs: Needs) -> Ledger:
         bound=offer.bound,
         state_bytes=needs.state_bytes,
         step_bytes=needs.step_bytes,
+        encoder_bytes=needs.encoder_bytes,
         room_bytes=asked_bytes,
         room_source="not checked: the system does not say",
     )
@@ -331,6 +333,9 @@ def _still_to_come(needs: Needs) -> tuple[Term, ...]:
 def _besides(needs: Needs) -> tuple[Term, ...]:
     source = needs.activation_source
     terms = [Term(label="activations", num_bytes=-needs.activation_bytes, source=source)]
+    if needs.encoder_excess_bytes:
+        source = f"the largest image takes {format_bytes(needs.encoder_bytes)}, before a step"
+        terms.append(Term(label="encoder", num_bytes=-needs.encoder_excess_bytes, source=source))
     if needs.graph_bytes:
         source = "estimate for steps of max_num_seqs tokens"
         terms.append(Term(label="CUDA graphs", num_bytes=-needs.graph_bytes, source=source))
@@ -338,7 +343,7 @@ def _besides(needs: Needs) -> tuple[Term, ...]:
         source = "two, for what swap_space takes and gives back"
         terms.append(Term(label="swap buffers", num_bytes=-needs.swap_buffer_bytes, source=source))
     if needs.image_bytes:
-        source = "features of images, max_num_batched_tokens of them"
+        source = "features, of max_num_batched_tokens or the largest image"
         terms.append(Term(label="images", num_bytes=-needs.image_bytes, source=source))
     if needs.tier_bytes:
         source = "kv_offloading_size and memory: tiers, and blocks on their way"
@@ -424,6 +429,16 @@ _FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderFootprint:
+    """What the largest image takes that a prompt can have, in the encoder and behind it."""
+
+    num_values: int | None  # of the encoder's input; None: not measured
+    num_tokens: int
+    peak_bytes: int  # at the encoder's peak, besides weights
+    row_bytes: int  # of one token's features, at all levels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """Bytes of a model besides its cache."""
 
@@ -433,6 +448,7 @@ class Footprint:
     widest_rows: int  # outputs a token has in the widest of the layers' products
     vocab_size: int
     item_bytes: int  # of an activation
+    encoder: EncoderFootprint | None = None  # of a model that is shown images
 
     def activation_bytes(self, num_tokens: int, num_logits: int) -> int:
         """Estimate the bytes that one step over ``num_tokens`` holds at its peak.

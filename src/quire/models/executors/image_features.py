@@ -36,6 +36,11 @@ class PromptImage:
     inputs: Mapping[str, Tensor]  # what the encoder is called with: pixels, sizes, grids
     num_tokens: int  # placeholders
 
+    @property
+    def num_values(self) -> int:
+        """Return how many values its pixels are."""
+        return sum(each.numel() for each in self.inputs.values() if each.is_floating_point())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class PromptImages:
