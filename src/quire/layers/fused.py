@@ -276,6 +276,7 @@ class _Together:
 
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
+_MANY_ROWS = 256  # behind which torch multiplies, if it does at all
 _REACH = 2.0  # of a trial's inputs to the activation, where kinds of it differ
 
 
@@ -343,7 +344,7 @@ class _Gated:
 
 def _try(module: nn.Module, gate: Linear, gated: _Gated) -> bool:
     with torch.inference_mode():
-        for num_rows in (1, 3, gated.most_rows + 1):
+        for num_rows in (1, 3, min(gated.most_rows, _MANY_ROWS) + 1):
             x = inputs_like(gate, num_rows)
             x *= _REACH / gate(x).float().std()
             if not agrees(gated(x), answer(module, x), of_sums=True):
