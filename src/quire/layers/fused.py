@@ -362,6 +362,45 @@ def _activation(module: nn.Module) -> str | None:
         return next((a for a in ACTIVATIONS if agrees(torch_activation(a)(x), y)), None)
 
 
+# -- activations -----------------------------------------------------------------------------------
+
+# Stand-ins for activations by themselves. torch is as fast, but computes the last few elements of a
+# thread's share otherwise than the others: these are for what is to be batch-invariant.
+
+
+class Activations:
+    """Finds them."""
+
+    def __init__(self, cpu: CpuLinear, file_reads: FileReads) -> None:
+        self._cpu = cpu
+        self._file_reads = file_reads
+        self._kernels: dict[GateShape, GateKernel] = {}
+
+    def find(self, module: nn.Module) -> FusedModule | str | None:
+        """Find a stand-in; or say why there is none; None for what is no activation of ours."""
+        if module._modules or module._parameters or module._buffers:
+            return None
+        name = _activation(module)
+        if name is None:
+            return None
+        own = module.forward
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            kind = KINDS.get(x.dtype)
+            if args or kwargs or kind not in ROW_KINDS or not x.numel():
+                return own(x, *args, **kwargs)
+            shape = GateShape(width=x.shape[-1], activation=name, kind=kind, alone=True)
+            return self._kernel(shape)(x, x)
+
+        return stand_in(module, forward, file_reads=self._file_reads)
+
+    def _kernel(self, shape: GateShape) -> GateKernel:
+        found = self._kernels.get(shape)
+        if found is None:
+            found = self._kernels[shape] = GateKernel(shape, self._cpu.kernels, self._cpu.threads)
+        return found
+
+
 # -- norms -----------------------------------------------------------------------------------------
 
 # Stand-ins for norms: modules with one vector of weights and a small number for safety.
