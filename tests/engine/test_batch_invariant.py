@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.covering import only
 from engine.schedules import LONGEST_OUTPUT, Result, Schedule, prompts
 from quire import LLM, SamplingParams
 from quire.engine.outputs import TextDelta
@@ -113,7 +114,7 @@ def _recorded_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recordings, "WORTH_IT", 3)
 
 
-@pytest.mark.parametrize("number", range(len(FORMS)))
+@pytest.mark.parametrize("number", only(range(len(FORMS)), 0, 3))
 def test_random_schedules(number: int) -> None:
     assert run(range(number, number + 1), FORMS[number]).num_sequences
 
@@ -166,16 +167,9 @@ def refused(model: Any, **options: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("qwen2_moe", "torch computes"),
-        ("mamba2", "recurrent layers"),
-        ("deepseek_v3", "torch computes"),
-    ],
-)
-def test_a_model_that_mixes_rows_is_refused_in_words(name: str, reason: str) -> None:
-    assert reason in refused(tiny_model(name))
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_a_model_that_mixes_rows_is_refused_in_words(name: str) -> None:
+    assert "torch computes what may differ" in refused(tiny_model(name))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
@@ -199,5 +193,6 @@ def test_gradual_changes_of_a_model_are_seen() -> None:
         new.weight = old.weight
         model.model.layers[0].mlp.down_proj = new
         assert before.token_ids
-        with pytest.raises(Exception, match="batch_invariant"):
-            llm.generate([[3, 4, 5]], greedy)
+        (after,) = llm.generate([[3, 4, 5]], greedy)
+        assert after.finish_reason == "error"
+        assert "batch_invariant" in after.detail

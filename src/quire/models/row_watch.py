@@ -29,8 +29,8 @@ _MOVE = frozenset("""
     _to_copy alias arange cat clone constant_pad_nd contiguous copy detach embedding empty
     empty_like empty_strided expand full full_like gather index index_copy index_put index_select
     lift_fresh masked_scatter new_empty new_empty_strided new_full new_ones new_zeros ones
-    ones_like pad repeat roll scalar_tensor scatter slice_scatter split split_with_sizes stack
-    to tril triu unbind zeros zeros_like
+    ones_like pad repeat repeat_interleave roll scalar_tensor scatter slice_scatter split
+    split_with_sizes stack to tril triu type_as unbind zeros zeros_like
 """.split())  # fmt: skip
 _SUMS = frozenset(("add", "sub", "rsub"))
 _POWERS = (1, 2, 0.5, -1)  # rounded once, too
@@ -38,8 +38,8 @@ _POWERS = (1, 2, 0.5, -1)  # rounded once, too
 # all lengths to 70: tests/models/test_row_watch.py.
 _BY_VECTORS = frozenset(("cos", "sin", "tanh", "exp", "erf", "log"))
 # Along the last dimension: each row's sum is taken by itself, in one order.
-_ALONG_ROWS = frozenset(("mean", "sum", "amax", "amin", "argmax", "topk", "var", "_softmax"))
-_NORMS = frozenset(("native_layer_norm",))
+_ALONG_ROWS = frozenset(("mean", "sum", "amax", "amin", "argmax", "var", "_softmax", "softmax"))
+_NORMS = frozenset(("native_layer_norm", "layer_norm", "rms_norm"))
 _LOOKED_AT = 2  # of the passes
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "linear", "matmul"))
 
@@ -104,6 +104,8 @@ def _is_row_wise(func: Any, args: Any, kwargs: Any) -> bool:
         return kwargs.get("alpha", 1) in (1, -1)
     if name == "rsqrt":  # in 16 bits a single element is rounded twice
         return given[0].itemsize > 2
+    if name == "dropout":  # which a model that is served leaves out
+        return not args[2]
     if name == "pow":
         return len(given) == 1 and args[-1] in _POWERS
     if name in _PRODUCTS:  # of one number each
