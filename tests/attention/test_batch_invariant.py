@@ -67,7 +67,7 @@ class World:
         self, backend: CpuAttention, cuts: list[int], *, block_size: int, **options: Any
     ) -> Tensor:
         """[N, H, Dv], of chunks one after the other; every other one beside another sequence."""
-        view, table = self._laid(block_size)
+        view, table = self.laid(block_size)
         found = []
         for number, (start, stop) in enumerate(pairwise(cuts)):
             batch = _batch(table, block_size, [(start, stop)])
@@ -79,7 +79,7 @@ class World:
             found.append(out[35:-1] if number % 2 == 0 else out)
         return torch.cat(found)
 
-    def _laid(self, block_size: int) -> tuple[LayerView, Tensor]:
+    def laid(self, block_size: int) -> tuple[LayerView, Tensor]:
         """Entries in blocks that lie in another order, with NaN in their tails."""
         num_tokens = len(self.k)
         num_blocks = -(-num_tokens // block_size)
@@ -142,6 +142,23 @@ def test_windows_begin_at_any_token(kind: str, reach: int) -> None:
     check(World.make(kind, "bfloat16", reach=reach))
 
 
+def test_what_is_gone_is_not_read() -> None:
+    """A tile begins before the window does, where its entries may be of another sequence."""
+    world = World.make("sliding", "bfloat16", reach=50)
+    backend, last = backend_for(), NUM_TOKENS - 1
+    batch_of = [(last, last + 1)]
+    found = []
+    for _ in range(2):
+        view, table = world.laid(16)
+        batch = _batch(table, 16, batch_of)
+        q = world.q[last:]
+        found.append(backend.attend(q, view, batch, spec=world.spec, scale=0.4))
+        first = world.spec.live_range(last).start
+        world.k[:first], world.v[:first] = torch.nan, torch.nan
+    assert not found[0].isnan().any()
+    assert torch.equal(found[0], found[1])
+
+
 def test_sinks_and_softcap() -> None:
     check(World.make("full", "float32"), sinks=make_sinks(2 * SHARING), softcap=5.0)
 
@@ -150,7 +167,7 @@ def test_a_long_sequence_has_parts_at_the_same_tokens() -> None:
     """It is long enough for parts: a last token alone, and all of them beside each other."""
     world = World.make("full", "float32", num_tokens=2**14 + 40)
     backend, last = backend_for(), len(world.k)
-    view, table = world._laid(512)
+    view, table = world.laid(512)
 
     def rows(*chunks: tuple[int, int]) -> Tensor:
         q = torch.cat([world.q[start:stop] for start, stop in chunks])

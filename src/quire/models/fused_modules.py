@@ -49,7 +49,10 @@ class FusedModules:
         self._find()
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Have this thread compute with them; afterwards the model has its own parts back."""
+        """Have this thread compute with them; afterwards the model has its own parts back.
+
+        Raises: UnsupportedModel where a batch-invariant pass would have to do without them.
+        """
         if self._version != self.watch.version:
             self._version = self.watch.version
             if not all(part.holds() for part in self._parts):

@@ -19,19 +19,22 @@ from torch.utils._pytree import tree_leaves
 from quire.errors import UnsupportedModel
 
 # One rounding each, or none: a vector's lane computes what a single element's code computes.
-_ROUND_ONCE = frozenset("""
-    abs bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min div eq fill floor ge gt
-    le logical_and logical_not logical_or lt masked_fill maximum minimum mul ne neg reciprocal relu
-    round sign sqrt square trunc where zero
-""".split())  # fmt: skip
+_ROUND_ONCE = frozenset((
+    "abs", "bitwise_and", "bitwise_not", "bitwise_or", "ceil", "clamp", "clamp_max", "clamp_min",
+    "div", "eq", "fill", "floor", "ge", "gt", "le", "logical_and", "logical_not", "logical_or",
+    "lt", "masked_fill", "maximum", "minimum", "mul", "ne", "neg", "reciprocal", "relu", "round",
+    "sign", "sqrt", "square", "trunc", "where", "zero",
+))  # fmt: skip
 # They move numbers, make new ones, or change their dtype.
-_MOVE = frozenset("""
-    _to_copy alias arange cat clone constant_pad_nd contiguous copy detach embedding empty
-    empty_like empty_strided expand full full_like gather index index_copy index_put index_select
-    lift_fresh masked_scatter new_empty new_empty_strided new_full new_ones new_zeros ones
-    ones_like pad repeat repeat_interleave roll scalar_tensor scatter slice_scatter split
-    split_with_sizes stack to tril triu type_as unbind zeros zeros_like
-""".split())  # fmt: skip
+_MOVE = frozenset((
+    "_to_copy", "alias", "arange", "cat", "clone", "constant_pad_nd", "contiguous", "copy",
+    "detach", "embedding", "empty", "empty_like", "empty_strided", "expand", "full", "full_like",
+    "gather", "index", "index_copy", "index_put", "index_select", "lift_fresh", "masked_scatter",
+    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like",
+    "pad", "repeat", "repeat_interleave", "roll", "scalar_tensor", "scatter", "slice_scatter",
+    "split", "split_with_sizes", "stack", "to", "tril", "triu", "type_as", "unbind", "zeros",
+    "zeros_like",
+))  # fmt: skip
 _SUMS = frozenset(("add", "sub", "rsub"))
 _POWERS = (1, 2, 0.5, -1)  # rounded once, too
 # By vectors up to the end of a thread's share, which silu, gelu and sigmoid are not. Compared for
@@ -56,7 +59,10 @@ class RowsApart:
 
     @contextmanager
     def required(self, version: int) -> Iterator[None]:
-        """Raise UnsupportedModel if rows are mixed in a pass of the model's of that version."""
+        """Look at a pass of the model's of that version.
+
+        Raises: UnsupportedModel if rows are mixed in it, with the operators.
+        """
         if version != self._version:
             self._version, self._passes = version, 0
         self._passes += 1

@@ -54,7 +54,7 @@ from quire.units import align_up, ceil_div
 # A step that is to be ``batch_invariant`` knows no decodes: the two kinds of items add up in other
 # orders. Tokens are taken in tiles that begin at multiples of ``KEYS`` of a sequence, and in parts
 # that begin at multiples of ``_FIXED_TOKENS``, whatever else is in the step and however many
-# threads there are. So a query's sums have one order, for what it may not read adds exactly nothing.
+# threads there are. So a query's sums have one order: what it may not read adds exactly nothing.
 
 
 _ITEMS_A_THREAD = 4  # of decodes: threads end at about the same time, and there is little to merge

@@ -64,7 +64,7 @@ def _is_fast_in_16_bits(isa: Isa, dtype: torch.dtype) -> bool:
 class PackedProduct:
     """What stays the same from call to call, and one call of it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         weights: Sequence[PackedWeight],
         biases: Sequence[Tensor | None] | None,
