@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
@@ -22,6 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.engine.bench_recorded import CONFIG, HEADS, WARM
 from quire import LLM, SamplingParams
+from quire.engine.outputs import TextDelta
 
 USUAL, AGAIN, INVARIANT = "usual", "usual again", "batch-invariant"
 PROMPT_TOKENS = 512
@@ -86,12 +88,16 @@ def _begin_decoding(llm: LLM, batch: int, context: int, steps: int) -> None:
     params = SamplingParams(max_tokens=steps + batch, temperature=0, ignore_eos=True)
     begun: set[int] = set()
     for number in range(batch):
-        request = llm.request(_prompt(number, context), params)
-        llm.start(request, lambda _, number=number: begun.add(number))
+        begin = partial(_note, begun, number)
+        llm.start(llm.request(_prompt(number, context), params), begin)
     while len(begun) < batch:
         llm.step()
     for _ in range(WARM):
         llm.step()
+
+
+def _note(begun: set[int], number: int, _: TextDelta) -> None:
+    begun.add(number)
 
 
 def _step(llm: LLM, _: int) -> None:

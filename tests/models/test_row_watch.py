@@ -40,6 +40,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "sigmoid": (torch.sigmoid, "sigmoid"),
     "a root of 16 bits": (lambda x: x.bfloat16().abs().rsqrt(), "rsqrt"),
     "a sum over rows": (lambda x: x.sum(0), "sum of"),
+    "a sum of a long row": (lambda x: x.repeat(1, 1000).sum(-1), "sum of"),
     "a mean of all": (lambda x: x.mean(), "mean of"),
     "a sum with a factor": (lambda x: torch.add(x, x, alpha=0.3), "add of"),
     "a cube": (lambda x: x.pow(3), "pow of"),

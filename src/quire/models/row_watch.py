@@ -42,6 +42,7 @@ _POWERS = (1, 2, 0.5, -1)  # rounded once, too
 _BY_VECTORS = frozenset(("cos", "sin", "tanh", "exp", "erf", "log"))
 # Along the last dimension: each row's sum is taken by itself, in one order.
 _ALONG_ROWS = frozenset(("mean", "sum", "amax", "amin", "argmax", "var", "_softmax", "softmax"))
+_SHARED_ROW = 2**15  # elements of a single row from which several threads add it up
 _NORMS = frozenset(("native_layer_norm", "layer_norm", "rms_norm"))
 _LOOKED_AT = 2  # of the passes
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "linear", "matmul"))
@@ -129,4 +130,4 @@ def _is_along_rows(given: Tensor, args: Any, kwargs: Any) -> bool:
         dims = [dims]
     last = given.dim() - 1
     alone = isinstance(dims, list | tuple) and [d % given.dim() for d in dims] == [last]
-    return alone and given.is_contiguous()
+    return alone and given.is_contiguous() and given.shape[-1] < _SHARED_ROW
