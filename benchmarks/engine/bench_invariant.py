@@ -5,7 +5,8 @@
 Three engines have the same model object, of Qwen2.5-0.5B's shape with random weights: a usual one,
 the same again (A/A: what the machine's own unrest is), and a batch-invariant one. Timed are a step
 in which all sequences decode, a step of 512 tokens of a prompt, and a whole mixed run: prompts of
-32 to 160 tokens that come at once, each continued by 32.
+32 to 160 tokens that come at once, each continued by 32. Wall-clock time and CPU time are printed:
+on a machine that others share, only the CPU time of one thread (``--threads 1``) means anything.
 """
 
 import os
@@ -116,21 +117,25 @@ def _mixed(llm: LLM, number: int, batch: int) -> None:
 def _report(
     what: str, engines: dict[str, LLM], work: Callable[[LLM, int], None], turns: int
 ) -> None:
-    times: dict[str, list[float]] = {name: [] for name in engines}
+    times: dict[str, dict[str, list[float]]] = {
+        clock: {name: [] for name in engines} for clock in ("wall clock", "CPU")
+    }
     for turn in range(turns):
         for name in list(engines)[:: 1 if turn % 2 else -1]:
-            begin = time.perf_counter()
+            wall_s, cpu_s = time.perf_counter(), time.process_time()
             work(engines[name], turn)
-            times[name].append(time.perf_counter() - begin)
-    print(f"{what}, {turns} turns:")
-    for name, own in times.items():
-        ratios = sorted(a / b for a, b in zip(own, times[USUAL], strict=True))
-        print(
-            f"  {name}: median {1e3 * statistics.median(own):.1f} ms, "
-            f"{statistics.median(ratios):.3f} of the usual in its turn "
-            f"({ratios[0]:.3f} … {ratios[-1]:.3f})",
-            flush=True,
-        )
+            times["CPU"][name].append(time.process_time() - cpu_s)
+            times["wall clock"][name].append(time.perf_counter() - wall_s)
+    for clock, taken in times.items():
+        print(f"{what}, {turns} turns, {clock}:")
+        for name, own in taken.items():
+            ratios = sorted(a / b for a, b in zip(own, taken[USUAL], strict=True))
+            print(
+                f"  {name}: median {1e3 * statistics.median(own):.1f} ms, "
+                f"{statistics.median(ratios):.3f} of the usual in its turn "
+                f"({ratios[0]:.3f} … {ratios[-1]:.3f})",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

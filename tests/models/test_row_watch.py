@@ -24,6 +24,7 @@ TRUSTED: dict[str, Function] = {
     "a root": lambda x: torch.sqrt(x.abs()),
     "a square": lambda x: x.pow(2),
     "a reciprocal": torch.reciprocal,
+    "a root in float32": lambda x: (x.float().abs() + 1).pow(-0.5),
     "a norm": lambda x: x * (x.float().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt().to(x.dtype),
     "layer_norm": partial(functional.layer_norm, normalized_shape=(WIDTH,)),
     "softmax": lambda x: x.softmax(-1),

@@ -114,7 +114,8 @@ def _is_row_wise(func: Any, args: Any, kwargs: Any) -> bool:
     if name == "dropout":  # which a model that is served leaves out
         return not args[2]
     if name == "pow":
-        return len(given) == 1 and args[-1] in _POWERS
+        is_root = args[-1] == -0.5 and given[0].itemsize > 2  # as rsqrt
+        return len(given) == 1 and (args[-1] in _POWERS or is_root)
     if name in _PRODUCTS:  # of one number each
         left = given[-2]
         return left.shape[-1] == 1
