@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +28,7 @@ _ROUND_ONCE = frozenset((
 ))  # fmt: skip
 # They move numbers, make new ones, or change their dtype.
 _MOVE = frozenset((
-    "_to_copy", "alias", "arange", "cat", "clone", "constant_pad_nd", "contiguous", "copy",
+    "_to_copy", "alias", "arange", "cat", "clone", "constant_pad_nd", "copy",
     "detach", "embedding", "empty", "empty_like", "empty_strided", "expand", "full", "full_like",
     "gather", "index", "index_copy", "index_put", "index_select", "lift_fresh", "masked_scatter",
     "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like",
@@ -35,6 +36,7 @@ _MOVE = frozenset((
     "split", "split_with_sizes", "stack", "to", "tril", "triu", "type_as", "unbind", "zeros",
     "zeros_like",
 ))  # fmt: skip
+_COPY = torch.ops.aten.contiguous.default
 _SUMS = frozenset(("add", "sub", "rsub"))
 _POWERS = (1, 2, 0.5, -1)  # rounded once, too
 # By vectors up to the end of a thread's share, which silu, gelu and sigmoid are not. Compared for
@@ -102,7 +104,7 @@ def _is_row_wise(func: Any, args: Any, kwargs: Any) -> bool:
     name = name.removesuffix("_")
     if namespace not in ("aten", "prims"):
         return False
-    if func.is_view or name in _ROUND_ONCE or name in _MOVE or name in _BY_VECTORS:
+    if func is _COPY or func.is_view or name in _ROUND_ONCE or name in _MOVE or name in _BY_VECTORS:
         return True
     if name in _NORMS:
         return True
