@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attention.machines import ISAS, isa_or_skip, kernel_folder
 from conformance.attention_cases import make_sinks, make_spec
+from conformance.covering import only
 from quire.attention import AttentionBatch
 from quire.attention.cpu import CpuAttention
 from quire.attention.cpu.call_frame import KEYS
@@ -125,17 +126,19 @@ def check(world: World, isa: str = "native", **options: Any) -> None:
         assert torch.equal(got, want), (cuts[:4], block_size)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("kind", ["full", "latent"])
 def test_however_it_is_cut(kind: str, dtype: str) -> None:
     check(World.make(kind, dtype))
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "native"])
+@pytest.mark.parametrize("isa", only(ISAS[1:], "pairs", "avx2"))
 def test_on_each_instruction_set(isa: str) -> None:
     check(World.make("full", "bfloat16"), isa)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["sliding", "chunked"])
 @pytest.mark.parametrize("reach", [5, KEYS, 100])
 def test_windows_begin_at_any_token(kind: str, reach: int) -> None:
