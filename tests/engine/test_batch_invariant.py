@@ -177,7 +177,7 @@ def test_a_thousand_schedules(form: Form) -> None:
 
 def test_without_the_option_some_differ() -> None:
     """Else the tests above would say nothing."""
-    usual = [InvariantSchedule(seed, FORMS[1], is_invariant=False) for seed in range(2)]
+    usual = (InvariantSchedule(seed, FORMS[1], is_invariant=False) for seed in range(8))
     assert any(schedule.run().faults for schedule in usual)
 
 
