@@ -1,7 +1,8 @@
 """Run the same prompts under every strategy, and record the memory that each takes over time.
 
 All runs have one model and one schedule, and figures are sampled after every step. So their lines
-can be compared: step n computes the same tokens in all of them.
+can be compared: step n computes the same tokens in all of them. Where the model can be served so,
+they are batch-invariant, for batches differ: some strategies make room for fewer sequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from quire.errors import ConfigError
 from quire.figures import Line, line_chart
 from quire.kv import STRATEGIES, Usage
 from quire.sampling_params import SamplingParams
@@ -43,6 +45,7 @@ class StrategyRun:
     peak_committed_bytes: int
     returned_bytes: int
     left_bytes: int  # committed once every sequence has ended
+    not_invariant: str  # why its texts may depend on the batch; empty: they do not
 
     @property
     def peak(self) -> Usage:
@@ -69,12 +72,20 @@ def compare(
 ) -> list[StrategyRun]:
     """Run prompts with their params under Quire's strategies and that of the options.
 
-    ``report`` receives each strategy's name.
+    ``report`` receives each strategy's name. The runs are batch-invariant unless an option says
+    otherwise, or the model cannot be served so.
     """
-    runs = []
+    runs: list[StrategyRun] = []
+    why_not = "" if options.setdefault("batch_invariant", True) else "batch_invariant is off"
     for strategy in dict.fromkeys((*STRATEGIES.own_names, options.get("cache", "paged"))):
         report(strategy)
-        runs.append(_run(loaded, strategy, prompts, params, options))
+        try:
+            runs.append(_run(loaded, strategy, prompts, params, options, why_not))
+        except ConfigError as error:
+            if runs or not options["batch_invariant"]:
+                raise
+            why_not, options["batch_invariant"] = str(error), False
+            runs.append(_run(loaded, strategy, prompts, params, options, why_not))
     return runs
 
 
@@ -105,6 +116,7 @@ def _run(
     prompts: Sequence[str],
     params: Sequence[SamplingParams],
     options: dict[str, Any],
+    not_invariant: str,
 ) -> StrategyRun:
     from quire.engine.llm import LLM
 
@@ -126,4 +138,5 @@ def _run(
             peak_committed_bytes=memory.peak_committed_bytes,
             returned_bytes=memory.returned_bytes,
             left_bytes=memory.committed_bytes,
+            not_invariant=not_invariant,
         )

@@ -173,7 +173,7 @@ def test_compare_prints_a_row_a_strategy_and_draws_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     picture = tmp_path / "memory.svg"
-    flags = ("--max-tokens", "6", "--output", str(picture), "--dtype", "float32")
+    flags = ("--max-tokens", "6", "--output", str(picture))  # in 16 bits
     assert quire(monkeypatch, "compare", *flags) == 0
     out = capsys.readouterr().out
     root = ET.parse(picture).getroot()

@@ -12,8 +12,8 @@ from quire.errors import ConfigError
 def test_defaults_work_and_there_are_few_options() -> None:
     EngineConfig()
     assert (
-        len(fields(EngineConfig)) <= 39
-    )  # docs/decisions/0062, 0069, 0070, 0075, 0112, 0116, 0136
+        len(fields(EngineConfig)) <= 40
+    )  # docs/decisions/0062, 0069, 0070, 0075, 0112, 0116, 0134, 0136
     assert all(option.metadata["help"].endswith(".") for option in fields(EngineConfig))
 
 
@@ -122,6 +122,21 @@ def test_a_wrong_value_names_the_variable(
         EngineConfig.from_options()
     assert said in str(caught.value)
     assert str(caught.value).startswith("environment variable ")
+
+
+@pytest.mark.parametrize(("said", "meant"), [("1", True), ("0", False), ("on", True)])
+def test_vllms_name_for_batch_invariance_counts_last(
+    monkeypatch: pytest.MonkeyPatch, said: str, meant: bool
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", said)
+    assert EngineConfig.from_options().batch_invariant is meant
+    assert EngineConfig.from_options(batch_invariant=not meant).batch_invariant is not meant
+    monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "0")
+    assert not EngineConfig.from_options().batch_invariant
+    monkeypatch.delenv("QUIRE_BATCH_INVARIANT")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "maybe")
+    with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT: 'maybe' is neither of"):
+        EngineConfig.from_options()
 
 
 def test_vllms_name_for_kv_memory_counts_last(

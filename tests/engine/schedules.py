@@ -93,6 +93,7 @@ class Schedule:
         self, seed: int, cache: str | None = None, provider: MemoryProvider | None = None
     ) -> None:
         self.provider = provider
+        self.loaded: Callable[[], Any] = demo
         self.began: Callable[[LLM], object] = bool  # is shown the engine, before anything comes
         self.stepped: Callable[[LLM], object] = bool  # … and after each step
         self.rng = rng = random.Random(seed)
@@ -112,37 +113,55 @@ class Schedule:
             kv_cache_memory_bytes=rng.choice([128, 160, 256, 1024]) * 8 * 2 * 2 * 64 * 4,
         )
 
-    def run(self) -> Result:
-        result, rng = Result(), self.rng
-        with LLM(demo(), provider=self.provider, **self.options) as llm:
+    def run(self, waves: int = 1) -> Result:
+        """Have requests come, in so many waves: the next comes when all have ended."""
+        result = Result()
+        with LLM(self.loaded(), provider=self.provider, **self.options) as llm:
             self.began(llm)
-            coming = [rng.randrange(len(prompts())) for _ in range(rng.randint(4, 12))]
-            started: list[tuple[int, list[Sequence], deque[TextDelta]]] = []
-            while coming or llm.engine.scheduler.has_unfinished:
-                if coming and rng.random() < 0.5:
-                    which, deltas = coming.pop(), deque[TextDelta]()
-                    params = SamplingParams(
-                        temperature=0,
-                        max_tokens=rng.randint(4, LONGEST_OUTPUT),
-                        ignore_eos=True,
-                        n=rng.choice([1, 1, 1, 2]),
-                    )
-                    request = llm.request(list(prompts()[which]), params, priority=rng.randrange(3))
-                    started.append((which, llm.start(request, deltas.append), deltas))
-                if started and rng.random() < 0.03:
-                    llm.abandon(rng.choice(started)[1])
-                if rng.random() < 0.15:  # as an operator or a machine short of memory would have it
-                    llm.engine.scheduler.preempt_youngest(spare_oldest=rng.random() < 0.5)
-                llm.step()
-                self.stepped(llm)
-            for which, sequences, _ in started:
-                for sequence in sequences:
-                    self.compare(which, sequence, result)
-            scheduler = llm.engine.scheduler
-            result.num_preemptions = scheduler.statistics.num_preemptions
-            result.num_swaps = scheduler.statistics.num_swaps
-            result.num_accepted_tokens = scheduler.statistics.num_accepted_tokens
+            for _ in range(waves):
+                self._wave(llm, result)
+            statistics = llm.engine.scheduler.statistics
+            result.num_preemptions = statistics.num_preemptions
+            result.num_swaps = statistics.num_swaps
+            result.num_accepted_tokens = statistics.num_accepted_tokens
         return result
+
+    def _wave(self, llm: LLM, result: Result) -> None:
+        rng = self.rng
+        coming = [rng.randrange(len(prompts())) for _ in range(rng.randint(4, 12))]
+        started: list[tuple[int, list[Sequence], deque[TextDelta]]] = []
+        while coming or llm.engine.scheduler.has_unfinished:
+            if coming and rng.random() < 0.5:
+                which, deltas = coming.pop(), deque[TextDelta]()
+                prompt, params = self.prompt(which), self.params(which)
+                request = llm.request(list(prompt), params, priority=rng.randrange(3))
+                started.append((which, llm.start(request, deltas.append), deltas))
+            if started and rng.random() < 0.03:
+                llm.abandon(rng.choice(started)[1])
+            if rng.random() < 0.15:  # as an operator or a machine short of memory would have it
+                llm.engine.scheduler.preempt_youngest(spare_oldest=rng.random() < 0.5)
+            llm.step()
+            self.stepped(llm)
+        for which, sequences, deltas in started:
+            for sequence in sequences:
+                self.compare(which, sequence, result)
+            self.compare_deltas(which, deltas, result)
+
+    def prompt(self, which: int) -> tuple[int, ...]:
+        """One of ``prompts``."""
+        return prompts()[which]
+
+    def params(self, which: int) -> SamplingParams:
+        """For the next request, of a prompt."""
+        return SamplingParams(
+            temperature=0,
+            max_tokens=self.rng.randint(4, LONGEST_OUTPUT),
+            ignore_eos=True,
+            n=self.rng.choice([1, 1, 1, 2]),
+        )
+
+    def compare_deltas(self, which: int, deltas: deque[TextDelta], result: Result) -> None:
+        """Of all continuations of a request."""
 
     def compare(self, which: int, sequence: Sequence, result: Result) -> None:
         result.num_sequences += 1

@@ -44,6 +44,7 @@ OTHER = {
     "cache": "virtual",
     "block_size": 32,
     "tensor_parallel_size": 2,
+    "batch_invariant": True,
 }
 FIELDS = {"cache": "order"}  # that say what an option of another name has done
 # … and for each that says nothing of the bytes, or only how they are rounded.

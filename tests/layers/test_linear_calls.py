@@ -254,3 +254,20 @@ def test_a_call_that_is_made_again_finds_its_plan_after_other_numbers_of_threads
     assert torch.equal(out, want)
     assert len(others) == 100
     assert scratch.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_batch_invariant_product_is_never_torchs(dtype: torch.dtype, calls: list[Tensor]) -> None:
+    """Nor does a row's result depend on how many others there are, or on which they are."""
+    cpu = CpuLinear(kernel_dir=kernel_folder(), batch_invariant=True)
+    weights = [torch.randn(width, 333).to(dtype) for width in (48, 33)]
+    product, gated = cpu.bind(weights), cpu.bind_gated(weights[0], weights[0], "silu")
+    x = torch.randn(300, 333).to(dtype)
+    wanted = [*product(x), gated(x)]
+    want = x.float() @ weights[1].float().T
+    torch.testing.assert_close(wanted[1].float(), want, rtol=2**-7, atol=0.1)
+    for start, count in ((0, 1), (5, 2), (30, 129), (299, 1), (43, 257)):
+        some = x[start : start + count]
+        for got, whole in zip([*product(some), gated(some)], wanted, strict=True):
+            assert torch.equal(got, whole[start : start + count]), (start, count)
+    assert not calls

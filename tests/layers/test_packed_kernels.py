@@ -139,6 +139,21 @@ def test_many_rows_by_torch_are_as_near(which: Which) -> None:
 
 
 @every_set
+def test_a_batch_invariant_product_takes_any_number_of_rows(which: Which) -> None:
+    """And gives each the same bits."""
+    isa, dtype, _ = which
+    cpu = CpuLinear(isa_or_skip(isa), kernel_folder(), most_rows=7, batch_invariant=True)
+    x, weights = some(7, which, 20, 200, 130, 65)
+    bound = cpu.bind(weights, None, dtype)
+    outs = bound(x)
+    for out, weight in zip(outs, weights, strict=True):
+        beside(which, x, weight, None, out)
+    for start, stop in ((0, 1), (6, 8), (3, 19)):
+        for some_rows, out in zip(bound(x[start:stop]), outs, strict=True):
+            assert torch.equal(some_rows, out[start:stop])
+
+
+@every_set
 def test_numbers_for_torch_are_the_slow_twins_bit_by_bit(which: Which) -> None:
     """Inputs of one: each output is a weight."""
     isa, _, form = which

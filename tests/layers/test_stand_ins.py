@@ -10,11 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.activations import NewGELUActivation, QuickGELUActivation
 
 from attention.machines import kernel_folder
 from layers.products import linears
 from quire.layers.cpu import CpuLinear
-from quire.layers.fused import FusedModule, GatedLayers, Linears, Norms, Rotation, Rotations, agrees
+from quire.layers.fused import (
+    Activations,
+    FusedModule,
+    GatedLayers,
+    Linears,
+    Norms,
+    Rotation,
+    Rotations,
+    agrees,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -466,3 +476,37 @@ def test_what_was_bound_outlives_who_bound_it() -> None:
     assert agrees(linear.forward(x), module(x), of_sums=True)
     x = torch.randn(1, 3, 48)
     assert agrees(rms.forward(x), norm(x))
+
+
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        (nn.SiLU(), True),
+        (nn.GELU(), True),
+        (nn.GELU(approximate="tanh"), True),
+        (NewGELUActivation(), True),
+        (QuickGELUActivation(), False),
+        (nn.ReLU(), False),  # which torch computes in one way
+        (nn.Dropout(0.0), False),
+        (nn.Identity(), False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_activation_alone_takes_each_element_alike(
+    own: nn.Module, found: bool, dtype: torch.dtype
+) -> None:
+    """torch computes the last few of a thread's share by other code."""
+    part = Activations(CpuLinear(kernel_dir=kernel_folder()), {}).find(own.eval())
+    if not found:
+        assert part is None
+        return
+    assert isinstance(part, FusedModule)
+    x = 3 * torch.randn(9, 1001, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.inference_mode():
+        whole = part.forward(x)
+        # In 16 bits some formulas round in between; ours does not.
+        rtol = 2**-8 if dtype.itemsize < 4 else 1e-4
+        torch.testing.assert_close(whole.float(), own(x.float()), rtol=rtol, atol=1e-5)
+        for start in range(9):
+            assert torch.equal(part.forward(x[start : start + 2]), whole[start : start + 2])

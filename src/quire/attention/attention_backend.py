@@ -196,6 +196,9 @@ class AttentionBackend(Protocol):
     make_writer: MakeWriter | None = None
     # The same as calls of kernels that need no Python between two steps; None: it has none.
     plays: Plays | None = None
+    # Whether a token's result is the same to the bit, whatever else is in the step and wherever its
+    # sequence is cut into chunks.
+    batch_invariant: bool = False
     # What it does for steps that are captured as graphs; None: its calls depend on the host.
     replays: Replays | None = None
 

@@ -31,6 +31,8 @@ class LayersToServe:
     specs: tuple[AttentionSpec, ...]
     device: "torch.device"
     kernel_dir: Path | None = None  # where compiled kernels are kept; None: the backend's choice
+    # A token's result may not depend on what else is in a step: of a backend that can see to that.
+    batch_invariant: bool = False
 
 
 # Makes a backend. Raises: ConfigError that says why it cannot serve here.
@@ -40,7 +42,13 @@ MakeBackend: TypeAlias = Callable[[LayersToServe], "AttentionBackend"]
 
 
 def _auto(layers: LayersToServe) -> "AttentionBackend":
-    return choose_backend(AUTO, layers.specs, layers.device, kernel_dir=layers.kernel_dir)
+    return choose_backend(
+        AUTO,
+        layers.specs,
+        layers.device,
+        kernel_dir=layers.kernel_dir,
+        batch_invariant=layers.batch_invariant,
+    )
 
 
 def _flashinfer(layers: LayersToServe) -> "AttentionBackend":
@@ -67,7 +75,7 @@ def _cpu(layers: LayersToServe) -> "AttentionBackend":
         from quire.attention.cpu.backend import CpuAttention
     except (ImportError, OSError) as error:  # no wheel for this platform, or a broken one
         raise ConfigError(f"llvmlite cannot be imported ({error})") from error
-    return CpuAttention(cache_dir=layers.kernel_dir)
+    return CpuAttention(cache_dir=layers.kernel_dir, batch_invariant=layers.batch_invariant)
 
 
 def _sdpa(layers: LayersToServe) -> "AttentionBackend":
@@ -110,15 +118,22 @@ def choose_backend(
     device: "torch.device",
     *,
     kernel_dir: Path | None = None,
+    batch_invariant: bool = False,
 ) -> "AttentionBackend":
     """Make the backend of that name, or with "auto" the fastest that serves all of these layers.
 
-    ``kernel_dir`` is where compiled kernels are kept; None leaves that to the backend.
+    ``kernel_dir`` is where compiled kernels are kept; None leaves that to the backend. With
+    ``batch_invariant`` a token's result may not depend on what else is in a step.
 
     Raises: ConfigError for an unknown name, or for a named backend that cannot serve.
     """
     BACKENDS.require(name, "attention_backend")
-    layers = LayersToServe(specs=tuple(specs), device=device, kernel_dir=kernel_dir)
+    layers = LayersToServe(
+        specs=tuple(specs),
+        device=device,
+        kernel_dir=kernel_dir,
+        batch_invariant=batch_invariant,
+    )
     reasons: list[str] = []
     fastest_first = _FASTEST_FIRST.get(device.type, _FASTEST_FIRST["cpu"])
     for candidate in fastest_first if name == AUTO else (name,):
@@ -175,5 +190,7 @@ def _find(name: str, layers: LayersToServe) -> "AttentionBackend | str":
             backend = BACKENDS[name](layers)
     except ConfigError as error:
         return str(error)
+    if layers.batch_invariant and not backend.batch_invariant:
+        return "its results depend on what else is in a step (batch_invariant)"
     reasons = (backend.unsupported(spec, layers.device) for spec in layers.specs)
     return next((reason for reason in reasons if reason is not None), backend)

@@ -74,8 +74,10 @@ def compare(
         same = num_same == len(prompts)
         print(json.dumps({"same_text": same, "runs": [_as_dict(run) for run in runs]}))
         return
-    is_exact = loaded.model.dtype.itemsize > 2
+    is_exact = loaded.model.dtype.itemsize > 2 or not runs[0].not_invariant
     said = said_of_texts(num_same, len(prompts), is_exact=is_exact)
+    if num_same < len(prompts) and not is_exact:
+        console.print(runs[0].not_invariant, highlight=False, markup=False)
     _print_comparison(loaded.name, runs, prompts, said=said, output=output)
 
 
@@ -104,7 +106,8 @@ def _print_comparison(
 def said_of_texts(num_same: int, num_prompts: int, *, is_exact: bool) -> str:
     """Say for how many prompts all strategies generate the same text, and why not for all.
 
-    Strategies run batches of different sizes, and products in 16 bits round differently for each.
+    Strategies run batches of different sizes. If they are not batch-invariant, products in 16 bits
+    round differently for each.
     """
     if num_same == num_prompts:
         return "yes"

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from quire.attention import BACKENDS
-from quire.config.environment import EnvironmentValue, number, read, said
+from quire.config.environment import EnvironmentValue, number, read, said, switch
 from quire.config.kv_events import KVEventsConfig
 from quire.config.kv_transfer import KVTransferConfig
 from quire.config.option import ADVANCED, in_range, object_of, one_of, option
@@ -173,6 +173,12 @@ class EngineConfig:
         "Run the model's own Python in each step: no CUDA graphs and no copies beside the steps "
         "on a GPU, no recorded passes on a CPU.",
         panel=ADVANCED,
+    )
+    batch_invariant: bool = option(
+        False,
+        "Compute a text to the same bit whatever else is in the batch, however its prompt is cut "
+        "into chunks, and after a preemption or a prefix hit. Slower; on a CPU, for models of "
+        "plain linear layers and attention. VLLM_BATCH_INVARIANT=1 says the same.",
     )
     max_model_len: int | None = option(
         None,
@@ -465,7 +471,17 @@ class EngineConfig:
 
         Raises: ConfigError, for an unknown argument with the nearest known name.
         """
-        return read(cls, options, _vllms_space)
+        return read(cls, options, _vllms_own)
+
+
+def _vllms_own(given: set[str]) -> dict[str, EnvironmentValue]:
+    """Read variables of vLLM that have an option's meaning, where none of Quire's says it."""
+    found = _vllms_space(given)
+    if "batch_invariant" not in given:
+        invariant = said("VLLM_BATCH_INVARIANT", switch)
+        if invariant is not None:
+            found["batch_invariant"] = invariant
+    return found
 
 
 def _vllms_space(given: set[str]) -> dict[str, EnvironmentValue]:

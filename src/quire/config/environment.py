@@ -96,6 +96,13 @@ def number(text: str, kind: type[float]) -> float:
     return value
 
 
+def switch(text: str) -> bool:
+    """Parse what is on or off. Raises: ConfigError."""
+    if text.lower() not in _SWITCHES:
+        raise ConfigError(f"{text!r} is neither of {', '.join(_SWITCHES)}")
+    return _SWITCHES[text.lower()]
+
+
 def kernel_dir() -> Path | None:
     """Return the folder that QUIRE_CACHE_DIR or XDG_CACHE_HOME names, for what starts keep.
 
@@ -197,9 +204,7 @@ def _parse(option: Any, text: str) -> Any:
     if "parse" in option.metadata:
         return option.metadata["parse"](text)
     if bool in kinds:
-        if text.lower() not in _SWITCHES:
-            raise ConfigError(f"{text!r} is neither of {', '.join(_SWITCHES)}")
-        return _SWITCHES[text.lower()]
+        return switch(text)
     for kind in (int, float):
         if kind in kinds:
             return number(text, kind)

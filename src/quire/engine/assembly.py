@@ -76,13 +76,19 @@ def assemble(
     """
     vision = vision or Vision(name=loaded.name, why_not="it drafts")
     _refuse_switching_positions(loaded, sizes.max_model_len)
+    if config.batch_invariant:
+        _refuse_variance(loaded, team)
     _refuse_too_little(build_accounting(strategy, spec, sizes), sizes.max_model_len)
     backend, make_pair = prepare(loaded, spec, strategy, sizes, provider, config, team)
     kv = KVCache(make_pair, team)
     # A rank's part of a layer has no stand-in: its call joins it to the other ranks' parts.
     can_exchange = team is None and loaded.device.type == "cpu"
     watch = ModelWatch(loaded.model, is_private=loaded.is_private)
-    stand_ins = FusedModules(loaded.model, kernel_dir(), watch) if can_exchange else None
+    stand_ins = None
+    if can_exchange:
+        stand_ins = FusedModules(
+            loaded.model, kernel_dir(), watch, batch_invariant=config.batch_invariant
+        )
     try:
         runner = ModelRunner(
             loaded, kv, backend, stand_ins, team, watch, records=not config.enforce_eager
@@ -126,6 +132,7 @@ def _small_runner(
     if copied is None:
         yield None
         return
+    config = replace(config, batch_invariant=False)  # it is tried by torch alone
     # On the host the memory for the model's own cache stays untouched.
     on_host = loaded.device.type == "cpu"
     memory = memory_for(loaded.device, "on-demand") if on_host else provider
@@ -166,6 +173,7 @@ def prepare(
         [attention_spec(group) for group in attention_groups(spec.groups)],
         loaded.device,
         kernel_dir=kernel_dir(),
+        batch_invariant=config.batch_invariant,
     )
     make_writer = backend.make_writer  # without the rest of the backend, which outlives steps
 
@@ -184,6 +192,24 @@ def prepare(
         return accounting, make_storage() if team is None else team.make_storage(make_storage)
 
     return backend, make_pair
+
+
+def _refuse_variance(loaded: LoadedModel, team: LeaderGroup | None) -> None:
+    """Refuse what is known to add up in other orders in other batches. Raises: ConfigError.
+
+    What a model's own code does shows when it is tried out.
+    """
+    if loaded.device.type != "cpu":
+        reason = f"its kernels are of the CPU, and the model is on {loaded.device}"
+    elif team is not None:
+        reason = "ranks add up their parts in an order that goes by the number of tokens"
+    elif loaded.spec.recurrent_layers:
+        reason = "recurrent layers scan a chunk of tokens in another order than one token"
+    elif loaded.spec.source_tokens:
+        reason = "texts that read a source are computed one at a time, by torch"
+    else:
+        return
+    raise ConfigError(f"batch_invariant cannot serve {loaded.name}: {reason}")
 
 
 def _refuse_switching_positions(loaded: LoadedModel, max_model_len: int) -> None:

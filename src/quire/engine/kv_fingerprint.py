@@ -42,6 +42,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "cache": "named",  # by how it lays blocks out, which several may do alike
         "attention_backend": "rounding",
         "enforce_eager": "rounding",
+        "batch_invariant": "named",  # with the kernels and the CPU, where it is set
         "max_model_len": "nothing",  # a length that would turn positions is refused
         "max_num_seqs": "nothing",
         "max_num_batched_tokens": "rounding",
@@ -204,6 +205,10 @@ def fingerprint_of(
         "record_version": VERSION,
         "code": {**content.code, "quire_arithmetic": ARITHMETIC},
     }
+    if config.batch_invariant:  # not even rounding may differ
+        from quire.models.order_of_sums import order_of_sums
+
+        named["batch_invariant"] = order_of_sums()
     try:
         return Fingerprint.of(named)
     except TypeError as error:

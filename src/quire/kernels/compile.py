@@ -95,6 +95,12 @@ class Kernels:
         return _linked(key, self.isa, image)
 
 
+def code_digest(isa: Isa, *sources: Path) -> str:
+    """Name what the kernels of some folders compute, to the bit: sources, compiler and CPU."""
+    several = " ".join(map(_source_hash, sources))
+    return hashlib.sha256(f"{several} {isa}".encode()).hexdigest()
+
+
 @cache
 def _linked(key: str, isa: Isa, image: bytes) -> tuple[llvm.ResourceTracker, int]:
     """Link an object file, once for the process: its engines share the code.

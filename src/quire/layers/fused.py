@@ -276,6 +276,7 @@ class _Together:
 
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
+_MANY_ROWS = 256  # behind which torch multiplies, if it does at all
 _REACH = 2.0  # of a trial's inputs to the activation, where kinds of it differ
 
 
@@ -343,7 +344,7 @@ class _Gated:
 
 def _try(module: nn.Module, gate: Linear, gated: _Gated) -> bool:
     with torch.inference_mode():
-        for num_rows in (1, 3, gated.most_rows + 1):
+        for num_rows in (1, 3, min(gated.most_rows, _MANY_ROWS) + 1):
             x = inputs_like(gate, num_rows)
             x *= _REACH / gate(x).float().std()
             if not agrees(gated(x), answer(module, x), of_sums=True):
@@ -351,14 +352,55 @@ def _try(module: nn.Module, gate: Linear, gated: _Gated) -> bool:
     return True
 
 
-def _activation(module: nn.Module) -> str | None:
+def _activation(module: nn.Module, *, of_sums: bool = False) -> str | None:
     """The name of the kernel that does what a module does; None if there is none."""
     if not is_plain(module) or [*module.parameters()]:
         return None
     x = torch.linspace(-12, 12, 241)
     with torch.inference_mode():
         y = answer(module, x)
-        return next((a for a in ACTIVATIONS if agrees(torch_activation(a)(x), y)), None)
+        found = ((a, torch_activation(a)(x)) for a in ACTIVATIONS)
+        return next((a for a, got in found if agrees(got, y, of_sums=of_sums)), None)
+
+
+# -- activations -----------------------------------------------------------------------------------
+
+# Stand-ins for activations by themselves. torch is as fast, but computes the last few elements of a
+# thread's share otherwise than the others: these are for what is to be batch-invariant.
+
+
+class Activations:
+    """Finds them."""
+
+    def __init__(self, cpu: CpuLinear, file_reads: FileReads) -> None:
+        self._cpu = cpu
+        self._file_reads = file_reads
+        self._kernels: dict[GateShape, GateKernel] = {}
+
+    def find(self, module: nn.Module) -> FusedModule | str | None:
+        """Find a stand-in; or say why there is none; None for what is no activation of ours."""
+        if module._modules or module._parameters or module._buffers:
+            return None
+        # Where a formula cancels, as that of GPT-2's gelu, its rounding shows beside small results.
+        name = _activation(module, of_sums=True)
+        if name is None:
+            return None
+        own = module.forward
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            kind = KINDS.get(x.dtype)
+            if args or kwargs or kind not in ROW_KINDS or not x.numel():
+                return own(x, *args, **kwargs)
+            shape = GateShape(width=x.shape[-1], activation=name, kind=kind, alone=True)
+            return self._kernel(shape)(x, x)
+
+        return stand_in(module, forward, file_reads=self._file_reads)
+
+    def _kernel(self, shape: GateShape) -> GateKernel:
+        found = self._kernels.get(shape)
+        if found is None:
+            found = self._kernels[shape] = GateKernel(shape, self._cpu.kernels, self._cpu.threads)
+        return found
 
 
 # -- norms -----------------------------------------------------------------------------------------

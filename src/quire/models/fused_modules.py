@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from quire.errors import UnsupportedModel
 from quire.layers.cpu import CpuLinear
-from quire.layers.fused import FusedModule, GatedLayers, Linears, Norms, Rotations
+from quire.layers.fused import Activations, FusedModule, GatedLayers, Linears, Norms, Rotations
 from quire.layers.watch import FileReads
 from quire.models.model_watch import ModelWatch
 
@@ -33,8 +34,11 @@ class FusedModules:
         model: PreTrainedModel,
         kernel_dir: Path | None = None,
         watch: ModelWatch | None = None,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
-        self.cpu = CpuLinear(kernel_dir=kernel_dir)  # what they compute with
+        # What they compute with.
+        self.cpu = CpuLinear(kernel_dir=kernel_dir, batch_invariant=batch_invariant)
         self.watch = watch or ModelWatch(model)
         self._model = model
         self._told: list[str] = []
@@ -45,13 +49,20 @@ class FusedModules:
         self._find()
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Have this thread compute with them; afterwards the model has its own parts back."""
+        """Have this thread compute with them; afterwards the model has its own parts back.
+
+        Raises: UnsupportedModel where a batch-invariant pass would have to do without them.
+        """
         if self._version != self.watch.version:
             self._version = self.watch.version
             if not all(part.holds() for part in self._parts):
                 self._find()
         # Hooks of all modules hear those inside of a part too, which a stand-in does not call.
         if torch.is_autocast_enabled("cpu") or self.watch.all_are_heard:
+            if self.cpu.batch_invariant:
+                raise UnsupportedModel(
+                    "batch_invariant computes without autocast and without hooks of all modules"
+                )
             return nullcontext()
         return self._exchanged()
 
@@ -119,7 +130,10 @@ def _found(model: PreTrainedModel, cpu: CpuLinear) -> tuple[list[FusedModule], l
     for module in modules:
         for part in linears.find_siblings(module):
             take(part, part.module)
-    for find in (linears.find, norms.find):
+    alone = [linears.find, norms.find]
+    if cpu.batch_invariant:
+        alone.append(Activations(cpu, file_reads).find)
+    for find in alone:
         for module in modules:
             if module not in done:
                 take(find(module), module)

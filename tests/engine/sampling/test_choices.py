@@ -240,3 +240,21 @@ def counted(function: Callable[..., Any], name: str, calls: list[str]) -> Callab
         return function(*args, **kwargs)
 
     return call
+
+
+def test_a_long_row_has_the_same_norm_beside_others() -> None:
+    """To the bit: torch's threads share the sum of a single long row, and not those of several."""
+    logits = torch.randn(4, 50_001, generator=torch.Generator().manual_seed(0))
+
+    def norms(rows: Tensor) -> list[float]:
+        results = Results(CPU)
+        described = choices.describe(rows, rows.argmax(-1), 1, results)
+        found: list[float] = results.arrive()[described.norms].tolist()
+        return found
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert norms(logits) == [norm for row in logits for norm in norms(row[None])]
+    finally:
+        torch.set_num_threads(before)

@@ -50,12 +50,18 @@ from quire.units import align_up, ceil_div
 # Decodes go by ranges of a sequence's tokens, so that each thread reads long pieces of memory and
 # no thread is left with a long sequence at the end; chunks go by panels of queries. A range is
 # split only where there would be too few items for the threads.
+#
+# A step that is to be ``batch_invariant`` knows no decodes: the two kinds of items add up in other
+# orders. Tokens are taken in tiles that begin at multiples of ``KEYS`` of a sequence, and in parts
+# that begin at multiples of ``_FIXED_TOKENS``, whatever else is in the step and however many
+# threads there are. So a query's sums have one order: what it may not read adds exactly nothing.
 
 
 _ITEMS_A_THREAD = 4  # of decodes: threads end at about the same time, and there is little to merge
 _LEAST_TOKENS = KEYS  # of a decode's part: less is not worth its merging
 _CHUNKS_A_THREAD = 4  # items of a chunk: each reads all the keys and values again
 _LEAST_ROWS = 8 * LANES
+_FIXED_TOKENS = 2**14  # of a part, where parts depend on nothing: a multiple of KEYS
 _SMALL = 2**15  # rows times tokens below which threads cost more than they bring
 
 _ITEM = np.dtype([(name, np.int64) for name in ITEM])
@@ -74,7 +80,13 @@ class WorkPlan:
 
 
 def make_plan(
-    batch: AttentionBatch, spec: AttentionSpec, shape: AttendShape, layout: Layout, threads: int
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    shape: AttendShape,
+    layout: Layout,
+    threads: int,
+    *,
+    batch_invariant: bool = False,
 ) -> WorkPlan:
     """Cut a step into items for layers of one shape.
 
@@ -88,10 +100,13 @@ def make_plan(
     lows = np.ascontiguousarray(spec.live_start(positions), np.int64)
     if batch.padding is not None:
         lows = np.maximum(lows, np.repeat(batch.padding, lengths))
-    single = (lengths == 1) & (not shape.latent)
-    found = [_decodes(batch, lows, single.nonzero()[0], threads)]
-    for seq in (~single & (lengths > 0)).nonzero()[0].tolist():
-        found.append(_chunk(batch, lows, positions, seq, shape, threads))
+    if batch_invariant:
+        found = [_fixed(batch, lows, positions, shape, threads)]
+    else:
+        single = (lengths == 1) & (not shape.latent)
+        found = [_decodes(batch, lows, single.nonzero()[0], threads)]
+        for seq in (~single & (lengths > 0)).nonzero()[0].tolist():
+            found.append(_chunk(batch, lows, positions, seq, shape, threads))
     items, groups, area_bytes = _with_areas(np.concatenate(found), shape, layout)
     work = (items["stop"] - items["start"]) * np.maximum(items["rows"], shape.num_rows)
     num_threads = 1 if work.sum() < _SMALL else max(1, min(threads, len(items)))
@@ -150,6 +165,34 @@ def _chunk(
         parts = np.clip((stops - starts) // (4 * KEYS), 1, wanted)
     found, which = _split(starts, stops, parts, KEYS)
     found["seq"], found["first_query"] = seq, begin
+    found["rows"], found["first_row"] = rows[which], first_rows[which]
+    heads = np.tile(found, shape.kv_heads)
+    heads["head"] = np.repeat(np.arange(shape.kv_heads), len(found))
+    return heads
+
+
+def _fixed(
+    batch: AttentionBatch, lows: Numbers, positions: Numbers, shape: AttendShape, threads: int
+) -> Records:
+    """Cut all queries into panels, and those into parts at the same tokens in every step."""
+    begins = batch.query_starts[:-1]
+    num_rows = np.diff(batch.query_starts) * shape.sharing
+    share = ceil_div(int(num_rows.sum()) * shape.kv_heads, _CHUNKS_A_THREAD * threads)
+    size = min(MAX_PANELS * LANES, align_up(max(share, _LEAST_ROWS), LANES))
+    panels = -(-num_rows // size)
+    seqs = np.repeat(np.arange(len(num_rows)), panels)
+    first_rows = _counted(panels) * size
+    rows = np.minimum(size, num_rows[seqs] - first_rows)
+    starts = lows[begins[seqs] + first_rows // shape.sharing] // KEYS * KEYS
+    stops = positions[begins[seqs] + (first_rows + rows - 1) // shape.sharing] + 1
+    first_parts = starts // _FIXED_TOKENS
+    parts = (stops - 1) // _FIXED_TOKENS + 1 - first_parts
+    which = np.repeat(np.arange(len(parts)), parts)
+    part_starts = (first_parts[which] + _counted(parts)) * _FIXED_TOKENS
+    found = np.zeros(len(which), _ITEM)
+    found["start"] = np.maximum(part_starts, starts[which])
+    found["stop"] = np.minimum(part_starts + _FIXED_TOKENS, stops[which])
+    found["seq"], found["first_query"] = seqs[which], begins[seqs][which]
     found["rows"], found["first_row"] = rows[which], first_rows[which]
     heads = np.tile(found, shape.kv_heads)
     heads["head"] = np.repeat(np.arange(shape.kv_heads), len(found))
@@ -258,8 +301,11 @@ Compiled: TypeAlias = Callable[[AttendShape], tuple[int, Layout]]
 class CpuPlays:
     """Makes calls that can be played again, for tensors whose rows lie side by side."""
 
-    def __init__(self, kernels: Kernels, threads: Threads, compiled: Compiled) -> None:
+    def __init__(
+        self, kernels: Kernels, threads: Threads, compiled: Compiled, *, batch_invariant: bool
+    ) -> None:
         self._kernels, self._threads, self._compiled = kernels, threads, compiled
+        self._batch_invariant = batch_invariant
         self._finds: dict[object, FindWords] = {}
         self._scratch: dict[AttendShape, Tensor] = {}  # of all threads; one call at a time uses it
 
@@ -311,7 +357,14 @@ class CpuPlays:
         def find(batch: AttentionBatch) -> tuple[tuple[int, ...], int]:
             step: _Planned | None = batch.memo.get(key)
             if step is None:
-                plan = make_plan(batch, spec, shape, layout, self._threads.most)
+                plan = make_plan(
+                    batch,
+                    spec,
+                    shape,
+                    layout,
+                    self._threads.most,
+                    batch_invariant=self._batch_invariant,
+                )
                 # As the plan says, whatever torch's number of threads was or becomes.
                 scratch = self._room(shape, thread_bytes * plan.num_threads)
                 words = scratch.data_ptr(), thread_bytes, *plan.words
@@ -344,7 +397,13 @@ class CpuAttention(AttentionBackend):
 
     name = "cpu"
 
-    def __init__(self, isa: Isa | None = None, cache_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        isa: Isa | None = None,
+        cache_dir: Path | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         found = native_isa() if isa is None else isa
         if found.amx and not amx.allow():
             found = found.without_amx()
@@ -352,7 +411,10 @@ class CpuAttention(AttentionBackend):
         self._threads = Threads()
         self._scratch = Scratch()
         self._shapes: dict[AttendShape, tuple[int, Layout]] = {}
-        self.plays = CpuPlays(self._kernels, self._threads, self._compiled)
+        self.batch_invariant = batch_invariant
+        self.plays = CpuPlays(
+            self._kernels, self._threads, self._compiled, batch_invariant=batch_invariant
+        )
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
         if device.type != "cpu":
@@ -421,7 +483,9 @@ class CpuAttention(AttentionBackend):
         if q.shape[0] != num_tokens:
             raise ValueError(f"{q.shape[0]} queries were given, and the batch has {num_tokens}")
         work, layout = self._compiled(shape)
-        plan = make_plan(batch, spec, shape, layout, self._threads.most)
+        plan = make_plan(
+            batch, spec, shape, layout, self._threads.most, batch_invariant=self.batch_invariant
+        )
         return _CpuStep(
             spec=spec,
             work=work,

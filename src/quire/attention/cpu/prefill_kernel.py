@@ -402,10 +402,11 @@ def write_several(thread: Thread) -> None:
     code.each(num_panels, lambda p: _begin_panel(thread, p))
     # Both ends of what a query reads grow with its position.
     min_high = _reach(thread, "highs", code.whole(0))
-    max_low = _reach(thread, "lows", num_rows - 1)
+    min_low, max_low = (_reach(thread, "lows", r) for r in (code.whole(0), num_rows - 1))
 
     def tile(t: Int) -> None:
-        values = _copy_tile(thread, t, (t + KEYS).at_most(item["stop"]))
+        # A tile may begin where no query reads, and where nothing is kept any more.
+        values = _copy_tile(thread, t, t.at_least(min_low), (t + KEYS).at_most(item["stop"]))
         whole = code.b.and_(t >= max_low, t + (KEYS - 1) < min_high + 1)
 
         def panels(first: Int) -> None:
@@ -479,8 +480,11 @@ def _begin_panel(thread: Thread, p: Int) -> None:
     code.run("transpose", at["query_rows"], row_bytes, target, LINE_BYTES, 1, columns)
 
 
-def _copy_tile(thread: Thread, start: Int, stop: Int) -> Int:
-    """Copy the keys and values of up to ``KEYS`` tokens; return the address of the values."""
+def _copy_tile(thread: Thread, tile_start: Int, start: Int, stop: Int) -> Int:
+    """Copy the keys and values of tokens [start, stop) to their places in a tile.
+
+    Return the address of the values.
+    """
     code, call, at, panel = thread.code, thread.call, thread.at, thread.layout.panel
     head, eight_bit = thread.item["head"], thread.shape.kind == "i8"
     # (kernel, of the view, into which tile, its row bytes): a latent is key and value.
@@ -492,7 +496,7 @@ def _copy_tile(thread: Thread, start: Int, stop: Int) -> Int:
     copies.append(("copy_values", value, "values", panel.value_row_bytes))
 
     def block(entry: Int, inside: Int, first: Int, last: Int) -> None:
-        done, count = first - start, last - first
+        done, count = first - tile_start, last - first
         scales = at["scales"] + done * 4
         if eight_bit:
             thread.copy_scales(entry, head, inside, count, scales)
@@ -505,9 +509,12 @@ def _copy_tile(thread: Thread, start: Int, stop: Int) -> Int:
     thread.each_block(start, stop, block)
     # What weighs nothing must still be a number: zero times anything else is not zero.
     value_bytes = panel.value_row_bytes
-    thread.fill(0.0, at["values"], KEYS * value_bytes, (stop - start) * value_bytes)
+    before, behind = start - tile_start, stop - tile_start
+    thread.fill(0.0, at["values"], before * value_bytes)
+    thread.fill(0.0, at["values"], KEYS * value_bytes, behind * value_bytes)
     if eight_bit:
-        thread.fill(0.0, at["scales"] + KEYS * 4, KEYS * 4, (stop - start) * 4)
+        thread.fill(0.0, at["scales"] + KEYS * 4, before * 4)
+        thread.fill(0.0, at["scales"] + KEYS * 4, KEYS * 4, behind * 4)
     if not panel.pairs:
         return at["values"]
     code.run("pair_values", at["values"], at["paired"])

@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.devices import Results, to_device
 from quire.engine.sampling.draws import DrawBatch, Lot, draw
 from quire.engine.sampling.logits_processors import Edits, edits_to_send, make_edits
+from quire.engine.sampling.rng import BLOCK, padded
 from quire.engine.sequence import TokenLogprobs
 from quire.engine.step_plan import PromptRows
 
@@ -242,7 +243,9 @@ def describe(logits: Tensor, token_ids: Tensor, num_top: int, results: Results) 
     logits = (logits + 0.0).float()  # which makes -0 and 0 the same bits
     chosen = logits.gather(1, token_ids[:, None])[:, 0]
     peaks = logits.amax(-1)
-    sums = (logits - peaks[:, None]).exp_().sum(-1, dtype=torch.float64)
+    # By blocks: several threads share a single long row, and add it up in another order.
+    blocks = padded((logits - peaks[:, None]).exp_()).view(len(logits), -1, BLOCK)
+    sums = blocks.sum(-1, dtype=torch.float64).sum(-1)
     likeliest = _likeliest(logits, num_top)
     return Described(
         token_ids=results.add(token_ids),

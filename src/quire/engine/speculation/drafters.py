@@ -90,7 +90,9 @@ def make_drafter(
         page_bytes=provider.page_bytes,
         enable_prefix_caching=False,
     )
-    model = assemble(draft, draft.spec, "paged", sizes, provider, config)
+    # What is drafted changes no text.
+    own = replace(config, batch_invariant=False)
+    model = assemble(draft, draft.spec, "paged", sizes, provider, own)
     model.capture(config, sizes.max_model_len)
     return DraftModel(
         model.kv,

@@ -2,9 +2,14 @@
 
 Weights stay as they lie: row after row, in whatever memory, without a second copy. Where torch is
 faster (many rows), or where there is no kernel for what is given, a call is torch's own.
+
+The kernels add up every sum in the same order, however many rows there are; torch does not. A
+product that is to be ``batch_invariant`` takes many rows piece by piece instead, and is never
+torch's.
 """
 
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -43,6 +48,7 @@ class CpuLinear:
         kernel_dir: Path | None = None,
         *,
         most_rows: int | None = None,  # with more of them torch multiplies; None: as measured
+        batch_invariant: bool = False,  # torch never multiplies, and ``most_rows`` go at a time
     ) -> None:
         found = native_isa() if isa is None else isa
         if found.amx and not amx.allow():
@@ -51,6 +57,7 @@ class CpuLinear:
         self.threads = Threads()
         self.scratch = Scratch()
         self.most_rows = most_rows
+        self.batch_invariant = batch_invariant
 
     def unsupported(self, several: Sequence[Weight]) -> str | None:
         """Say why there is no kernel for weights [N, K] of one input; None if there is one."""
@@ -138,6 +145,7 @@ class CpuLinear:
             threads=self.threads,
             scratch=self.scratch,
             most_rows=self.most_rows,
+            batch_invariant=self.batch_invariant,
         )
 
 
@@ -212,7 +220,13 @@ class _Product:
             activation=activation,
         )
         most_rows = linears.most_rows
-        self.most_rows = self._shape.most_rows(self._isa) if most_rows is None else most_rows
+        if most_rows is None:
+            most_rows = self._shape.most_rows(self._isa)
+        self.most_rows, self._at_once = most_rows, most_rows
+        if linears.batch_invariant:
+            self.most_rows = sys.maxsize
+            if linears.most_rows is None:
+                self._at_once = self._shape.rows_at_once(self._num_inputs)
         self._work = linears.kernels.address(
             f"linear {self._shape}", lambda module: write_worker(module, self._shape, self._isa)
         )
@@ -256,14 +270,16 @@ class _Product:
         plan = self._plans.get(most) or self._plans.setdefault(most, self._plan_for(most))
         outs = tuple([torch.empty(shape, dtype=self._dtype) for shape in step.out_shapes])
         scratch = self._scratch.take(step.scratch_bytes * plan.num_threads)
-        words = [
-            0, 0, scratch.data_ptr(), step.scratch_bytes, *plan.words,
-            x.data_ptr(), row_bytes, step.num_rows, self._num_inputs,
-        ]  # fmt: skip
-        for n, (weight, weight_row, width, bias, out_row) in enumerate(self._matrices):
-            out = outs[n] if n < self._outs else outs[0]
-            words += weight.data_ptr(), weight_row, width, bias.data_ptr(), out.data_ptr(), out_row
-        self._threads.run(self._work, self._frame.pack(*words), plan.num_threads)
+        for first in range(0, step.num_rows, self._at_once):
+            some = min(self._at_once, step.num_rows - first)
+            words = [
+                0, 0, scratch.data_ptr(), step.scratch_bytes, *plan.words,
+                x.data_ptr() + first * row_bytes, row_bytes, some, self._num_inputs,
+            ]  # fmt: skip
+            for n, (weight, weight_row, width, bias, out_row) in enumerate(self._matrices):
+                out = (outs[n] if n < self._outs else outs[0]).data_ptr() + first * out_row
+                words += weight.data_ptr(), weight_row, width, bias.data_ptr(), out, out_row
+            self._threads.run(self._work, self._frame.pack(*words), plan.num_threads)
         self._scratch.give_back(scratch)
         return outs
 
@@ -274,7 +290,9 @@ class _Product:
         step = self._steps[shape] = _Step(
             num_rows=num_rows,
             out_shapes=tuple((*shape[:-1], width) for width in self._widths[: self._outs]),
-            scratch_bytes=self._shape.scratch_bytes(self._isa, num_rows, self._num_inputs),
+            scratch_bytes=self._shape.scratch_bytes(
+                self._isa, min(num_rows, self._at_once), self._num_inputs
+            ),
         )
         return step
 

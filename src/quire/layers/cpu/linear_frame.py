@@ -27,6 +27,8 @@ WORD_BYTES = 8
 BLOCK = 2 * LANES  # outputs that are computed together: their weights are one piece of memory
 _ITEM_BYTES = 2**16  # of weights, at most: threads end at about the same time
 _ITEMS_A_THREAD = 4  # at least, if there are so many blocks
+_LEAST_AT_ONCE, _MOST_AT_ONCE = 2 * LANES, 8 * LANES  # rows of many
+_INPUT_BYTES = 2**20  # theirs
 _PAGE_BYTES = 4096
 ROOM_BYTES = BLOCK * LINE_BYTES  # for the last inputs of a block
 PANEL_BYTES = BLOCK * LINE_BYTES  # of the sums of a block, for sixteen rows
@@ -63,6 +65,14 @@ class ProductShape:
             "f16": wide and "+avx512fp16" in isa.features,
         }[self.kind]
         return 64 if not known else 16 if wide else 8
+
+    def rows_at_once(self, num_inputs: int) -> int:
+        """Return how many of many rows are multiplied in one pass over the weights.
+
+        Their inputs stay in a core's second cache, and the weights are read few times.
+        """
+        row_bytes = num_inputs * (2 if self.tiles else 4)
+        return max(_LEAST_AT_ONCE, min(_MOST_AT_ONCE, _INPUT_BYTES // row_bytes // LANES * LANES))
 
     def scratch_bytes(self, isa: Isa, num_rows: int, num_inputs: int) -> int:
         """Count the bytes of a thread: a tile, the sums of two blocks, and all inputs."""

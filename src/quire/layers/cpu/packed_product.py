@@ -1,10 +1,12 @@
 """y = x · Wᵀ for weights in 8 or 4 bits, which are read as they lie (``packed_weight``).
 
 Few rows are multiplied with the codes themselves. For many rows some outputs' weights at a time
-become numbers, and torch multiplies with those: the whole of a weight is never expanded.
+become numbers, and torch multiplies with those: the whole of a weight is never expanded. A product
+that is to be ``batch_invariant`` multiplies them with the codes too, piece by piece.
 """
 
 import struct
+import sys
 from collections.abc import Sequence
 from math import prod
 
@@ -62,7 +64,7 @@ def _is_fast_in_16_bits(isa: Isa, dtype: torch.dtype) -> bool:
 class PackedProduct:
     """What stays the same from call to call, and one call of it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         weights: Sequence[PackedWeight],
         biases: Sequence[Tensor | None] | None,
@@ -73,6 +75,7 @@ class PackedProduct:
         threads: Threads,
         scratch: Scratch,
         most_rows: int | None,  # None: as measured
+        batch_invariant: bool = False,  # torch never multiplies, and ``most_rows`` go at a time
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"no kernel: it has none for {dtype}")
@@ -89,6 +92,10 @@ class PackedProduct:
         form = weights[0].form
         self._shape = PackedShape(kind=KINDS[dtype], form=form, activation=activation)
         self.most_rows = usual_rows(self._isa, dtype) if most_rows is None else most_rows
+        self._at_once = self.most_rows
+        if batch_invariant:
+            self.most_rows = sys.maxsize
+            self._at_once = _MOST_ROWS if most_rows is None else most_rows
         self._work = kernels.address(
             f"packed {self._shape}", lambda module: write_worker(module, self._shape, self._isa)
         )
@@ -128,17 +135,20 @@ class PackedProduct:
         outs = tuple(
             [torch.empty(*lead, width, dtype=self._dtype) for width in self._widths[: self._outs]]
         )
-        scratch_bytes = self._shape.scratch_bytes(self._isa, num_rows, self._num_groups)
+        most_rows = min(num_rows, self._at_once)
+        scratch_bytes = self._shape.scratch_bytes(self._isa, most_rows, self._num_groups)
         num_threads = min(most, len(items))
         scratch = self._scratch.take(scratch_bytes * num_threads)
-        words = [
-            0, 0, scratch.data_ptr(), scratch_bytes, items.ctypes.data, len(items),
-            x.data_ptr(), row_bytes, num_rows, self._num_inputs, self._num_groups,
-        ]  # fmt: skip
-        for n, (data, width, bias, out_row) in enumerate(self._matrices):
-            out = outs[n] if n < self._outs else outs[0]
-            words += data.data_ptr(), width, bias.data_ptr(), out.data_ptr(), out_row
-        self._threads.run(self._work, self._frame.pack(*words), num_threads)
+        for first in range(0, num_rows, self._at_once):
+            words = [
+                0, 0, scratch.data_ptr(), scratch_bytes, items.ctypes.data, len(items),
+                x.data_ptr() + first * row_bytes, row_bytes,
+                min(self._at_once, num_rows - first), self._num_inputs, self._num_groups,
+            ]  # fmt: skip
+            for n, (data, width, bias, out_row) in enumerate(self._matrices):
+                out = (outs[n] if n < self._outs else outs[0]).data_ptr() + first * out_row
+                words += data.data_ptr(), width, bias.data_ptr(), out, out_row
+            self._threads.run(self._work, self._frame.pack(*words), num_threads)
         self._scratch.give_back(scratch)
         return outs
 

@@ -123,7 +123,8 @@ def store_piece(
 
 # -- gated activation ------------------------------------------------------------------------------
 
-# The middle of a gated feed-forward layer: ``act(gate) * up``, each rounded as torch rounds it.
+# The middle of a gated feed-forward layer: ``act(gate) * up``, each rounded as torch rounds it. Or
+# an activation alone.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,7 @@ class GateShape:
     width: int
     activation: str  # of ``activation.ACTIVATIONS``
     kind: str
+    alone: bool = False  # nothing is gated: up is not read
 
 
 class GateKernel:
@@ -164,14 +166,11 @@ def _write_gate_row(code: Code, shape: GateShape, call: Words, r: Int) -> None:
     gate, up, out = (call[name] + offset for name in ("gate", "up", "out"))
 
     def piece(first: Int, count: int, _: list[Value]) -> list[Value]:
-        values = [
-            code.b.fmul(rounded(code, activate(code, g, shape.activation), kind), u)
-            for g, u in zip(
-                load_piece(code, gate, first, count, kind),
-                load_piece(code, up, first, count, kind),
-                strict=True,
-            )
-        ]
+        gates = load_piece(code, gate, first, count, kind)
+        values = [rounded(code, activate(code, g, shape.activation), kind) for g in gates]
+        if not shape.alone:
+            ups = load_piece(code, up, first, count, kind)
+            values = [code.b.fmul(v, u) for v, u in zip(values, ups, strict=True)]
         store_piece(code, values, out, first, count, kind)
         return []
 

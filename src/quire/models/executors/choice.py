@@ -60,6 +60,8 @@ def make_way(
     """Make one of ``WAYS``. Raises: UnsupportedModel for a model that cannot be run so."""
     if loaded.spec.source_tokens and name != "alone":
         raise UnsupportedModel("each of its texts reads a source of its own, of another length")
+    if stand_ins is not None and stand_ins.cpu.batch_invariant and name != "table":
+        raise UnsupportedModel(f"batch_invariant: by way of {name!r} torch attends")
     if name == "table":
         latents = {
             number: spec

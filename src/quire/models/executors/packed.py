@@ -1,7 +1,7 @@
 """A Hugging Face model that computes packed steps."""
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from quire.models.executors.latent import LatentLayers
 from quire.models.fused_modules import FusedModules
 from quire.models.model_watch import ModelWatch
 from quire.models.recorded.recordings import Recordings
+from quire.models.row_watch import RowsApart
 from quire.spec import LatentAttention
 
 
@@ -54,6 +55,8 @@ class PackedModel:
             configs = {id(config): config for config in _configs(model)}.values()
             self._configs = [c for c in configs if c._attn_implementation == ATTENTION_NAME]
         # Without our kernels there is little to be gained by playing what has been recorded.
+        invariant = stand_ins is not None and stand_ins.cpu.batch_invariant
+        self._rows_apart = RowsApart() if invariant else None
         self._recordings = (
             Recordings(self._watch, stand_ins.cpu, self._run) if stand_ins and records else None
         )
@@ -101,13 +104,17 @@ class PackedModel:
             }
             if step.images is not None:
                 given |= step.images.of_step()
-            logits: Tensor = self._model(
-                input_ids=token_ids[None],
-                use_cache=True,
-                logits_to_keep=logits_at,
-                quire_step=step,
-                **given,
-            ).logits[0]
+            looking: AbstractContextManager[None] = nullcontext()
+            if self._rows_apart is not None:
+                looking = self._rows_apart.required(self._watch.version)
+            with looking:
+                logits: Tensor = self._model(
+                    input_ids=token_ids[None],
+                    use_cache=True,
+                    logits_to_keep=logits_at,
+                    quire_step=step,
+                    **given,
+                ).logits[0]
         # A model that does not know ``logits_to_keep`` gives those of all tokens.
         return logits if len(logits) == len(logits_at) else logits[logits_at]
 
