@@ -13,11 +13,12 @@ _SIGHT_INTRO = """\
 # Models that see
 
 Each class that Transformers {version} lists as reading images and text, built at a tiny size with
-random weights in float32 and shown pictures through the engine: one, another in its place, and two
-amid text; all prompts together in chunks of five tokens, which cut an image, and again, found in
-the prefix cache.
+random weights in float32 and shown pictures through the engine, in eight situations: one image, an
+image between texts, several images, a prefix hit that covers an image's tokens, two requests with
+different images in one batch, chunks of five tokens, which cut an image, four continuations of a
+prompt (`n=4`), and sequences that make room every few steps and begin anew.
 
-*Exact*: greedy tokens are those of Transformers' own `generate` in each of these. Of eleven classes
+*Exact*: greedy tokens are those of Transformers' own `generate` in all eight. Of eleven classes
 (LLaVA and its kinds, Idefics3, Mistral 3, InternVL, Gemma 3, PaliGemma, Qwen-VL) their own
 processor or image processor makes the pictures ready; of all others something that stands in, with
 as many placeholders as the encoder makes features, without tiles and marks. So a published

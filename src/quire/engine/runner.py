@@ -196,7 +196,9 @@ class ModelRunner:
                     f"a small one takes {len(trial.token_ids)} tokens with some text, and "
                     f"max_model_len is {max_tokens}"
                 )
-            self.encoder = ImageEncoder(self._loaded.model, vision.image_token_id, most_bytes)
+            self.encoder = ImageEncoder(
+                self._loaded.model, {"image": vision.image_token_id}, most_bytes
+            )
             try:
                 if whole:
                     self._with_images = make_way(way, self._loaded, self._stand_ins, self._watch)

@@ -96,13 +96,13 @@ class PackedModel:
             step.absorbed = absorbed
             step.gathered = self._gathered(step, absorbed)
             given: dict[str, Any] = {
+                "input_ids": token_ids[None],
                 "position_ids": positions[None],
                 self._cache_name: EngineCache(step, positions),
             }
             if step.images is not None:
                 given |= step.images.of_step()
             logits: Tensor = self._model(
-                input_ids=token_ids[None],
                 use_cache=True,
                 logits_to_keep=logits_at,
                 quire_step=step,
