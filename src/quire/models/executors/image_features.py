@@ -29,7 +29,7 @@ from quire.models.weight_placement import device_of
 # -- a prompt's images -----------------------------------------------------------------------------
 
 
-# What Transformers calls the kinds. A model has an encoder and a placeholder for each that it takes.
+# What Transformers calls the kinds: a model has an encoder and a placeholder for each it takes.
 Modality: TypeAlias = Literal["image", "video"]
 
 
