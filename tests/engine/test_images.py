@@ -282,7 +282,9 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     assert auto_class(model.config) is AutoModelForImageTextToText
     loaded = load(tmp_path)
     assert type(loaded.model) is type(model)
-    assert named(Vision.of(replace(loaded, processor=processor), 64).read("<image>", [picture(1)]))
+    assert named(
+        Vision.of(replace(loaded, processor=processor), {"image": 64}).read("<image>", [picture(1)])
+    )
     model.config.architectures = ["Qwen3_5ForCausalLM"]
     assert auto_class(model.config) is AutoModelForCausalLM
     model.config.architectures = None
@@ -327,7 +329,7 @@ def test_another_picture_of_the_same_size_is_never_found(name: str, before: str)
 
 def test_a_picture_has_one_name_in_every_prompt() -> None:
     model, processor = seer("llava_next")
-    vision = Vision.of(adopt(model, processor), 64)
+    vision = Vision.of(adopt(model, processor), {"image": 64})
     placeholder = processor.image_token
     alone = vision.read(placeholder, [picture(1)])
     both = vision.read(f"w1 {placeholder} w2 {placeholder}", [picture(2), picture(1)])
@@ -369,7 +371,7 @@ def test_blocks_of_an_image_come_back_from_a_tier() -> None:
         (shown("llava", "@", np.zeros((0, 4, 3), np.uint8)), "this is uint8"),
         (shown("llava", "@", picture(1).astype(np.float32)), "this is float32"),
         (shown("llava", "@", "cat.png"), "not str"),
-        ({"prompt": "w1", "multi_modal_data": {"video": []}}, "'image' alone"),
+        ({"prompt": "w1", "multi_modal_data": {"depth": []}}, "'image' and 'video', one or a list"),
         ({"prompt": "w1", "multi_modal_data": [picture(1)]}, "this one: list"),
         ({"multi_modal_data": {"image": picture(1)}}, "this one has"),
         ({"prompt": "w1", "image": picture(1)}, r"this one has \['image', 'prompt'\]"),

@@ -26,6 +26,7 @@ class Finding:
     deviation: float | None = None  # of logits, of the largest one
     num_rows: int = 0  # of logits that were compared
     num_cached_tokens: int = 0  # that were found in the prefix cache
+    videos: str = ""  # "exact", or why not; nothing where the class has no encoder for them
     bytes_differ: str = ""  # from what Transformers' own cache holds, where it can be asked
     drop_in: str = ""  # what became of generate() with our cache, where it is not the same tokens
 

@@ -1,5 +1,6 @@
 """One class that sees, judged: with pictures the engine must say what ``generate()`` says."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -13,7 +14,7 @@ from quire.engine.outputs import CompletionOutput
 from quire.errors import QuireError
 from seers import SEERS, picture, seer
 from zoo.finding import ANOTHER_WAY, Finding, one_line
-from zoo.sight import seeing_class, tiny_seer
+from zoo.sight import AS_IMAGES, seeing_class, tiny_seer
 
 _NEW = 8
 _OPTIONS: dict[str, Any] = dict(kv_cache_memory_bytes="16MB", max_model_len=512, block_size=4)
@@ -36,7 +37,7 @@ def check_sight(model_type: str) -> Finding:
     prompts = _prompts(processor.image_token)
     try:
         expected = [_generated(model, processor, prompt) for prompt in prompts]
-        sees = _sees(model, processor)
+        sees = _sees(model, processor, *prompts[:2])
     except Exception as error:
         found.not_generated = one_line(error)
         return found
@@ -53,9 +54,40 @@ def check_sight(model_type: str) -> Finding:
         found.verdict, found.reason = "fails", one_line(error)
     else:
         found.verdict = "differs" if differ else "exact"
-        if differ:
-            found.reason = f"greedy tokens are not those of generate(): {', '.join(differ)}"
+        found.reason = differ
+    if found.verdict == "exact":
+        found.videos = _videos(model_type)
     return found
+
+
+def _videos(model_type: str) -> str:
+    """The same of videos, and of a prompt with a video and an image: "exact", or why not."""
+    try:
+        model, processor = tiny_seer(model_type)
+    except Exception as error:
+        return f"not judged: {one_line(error)}"
+    if processor.video_processor is None:
+        return ""
+    prompts = [
+        _shown("w1 w2 <video> w3", videos=[_frames(1)]),
+        _shown("w1 w2 <video> w3", videos=[_frames(2)]),
+        _shown("<video> w4 w8", videos=[_frames(4, 7)]),
+        _shown("<video> w5 w6 <image> w9 w10", picture(1), videos=[_frames(1)]),
+    ]
+    if model.config.model_type in AS_IMAGES:  # a prompt cannot have both
+        prompts[3] = _shown("<video> w5 w6 <video> w9", videos=[_frames(1), _frames(3)])
+    try:
+        expected = [_generated(model, processor, prompt) for prompt in prompts]
+        sees = _sees(model, processor, *prompts[:2])
+    except Exception as error:
+        return f"not judged: {one_line(error)}"
+    if not sees:
+        return "not judged: at this size another video changes no logit"
+    unused = Finding(model_type=model_type, class_name="")
+    try:
+        return _differing(model, processor, prompts, expected, unused) or "exact"
+    except Exception as error:
+        return one_line(error) if not isinstance(error, _Refused) else str(error)
 
 
 class _Refused(Exception):
@@ -68,8 +100,8 @@ def _differing(
     prompts: list[_Shown],
     expected: list[list[int]],
     found: Finding,
-) -> list[str]:
-    """The situations in which the engine does not say what is expected.
+) -> str:
+    """The situations in which the engine does not say what is expected; empty if there is none.
 
     The first of ``prompts`` has an image between texts, the second another one in its place, the
     third begins with one, the fourth has several.
@@ -81,6 +113,9 @@ def _differing(
         said[situation] = texts == [expected[number] for number in which]
 
     with _engine(model, processor, max_num_batched_tokens=64) as llm:
+        for modality in {name for prompt in prompts for name in prompt["multi_modal_data"]}:
+            if why_not := llm.facts.vision.of_kind(modality).why_not:
+                raise _Refused(why_not)
         found.way = llm.attention_way
         if llm.engine.scheduler.limits.whole_images:
             found.way = "alone, images whole"
@@ -105,15 +140,13 @@ def _differing(
         texts, preemptions = _interrupted(llm, prompts)
         note("preempted", texts, [amid, other, first, several])
         said["preempted"] &= preemptions > 2
-    return [situation for situation, is_right in said.items() if not is_right]
+    wrong = [situation for situation, is_right in said.items() if not is_right]
+    return f"greedy tokens are not those of generate(): {', '.join(wrong)}" if wrong else ""
 
 
 def _engine(model: PreTrainedModel, processor: Any, **options: Any) -> LLM:
-    """An engine that shows images. Raises: _Refused, and what it raises."""
+    """An engine. Raises: what it raises."""
     llm = LLM(model, tokenizer=processor, **_OPTIONS, **options)
-    if why_not := llm.facts.vision.why_not:
-        llm.close()
-        raise _Refused(why_not)
     return llm
 
 
@@ -143,16 +176,24 @@ def _prompts(placeholder: str) -> list[_Shown]:
     ]
 
 
-def _shown(text: str, *images: Any) -> _Shown:
-    return {"prompt": text, "multi_modal_data": {"image": list(images)}}
+def _shown(text: str, *images: Any, videos: Sequence[Any] = ()) -> _Shown:
+    given = {"image": list(images), "video": list(videos)}
+    return {"prompt": text, "multi_modal_data": {name: own for name, own in given.items() if own}}
+
+
+def _frames(seed: int, number: int = 4) -> Any:
+    return np.stack([picture(100 * seed + frame, 40, 40) for frame in range(number)])
 
 
 def _made(model: PreTrainedModel, processor: Any, prompt: _Shown) -> dict[str, Any]:
-    images = prompt["multi_modal_data"]["image"]
-    made = processor(text=[prompt["prompt"]], images=[images], return_tensors="pt")
+    data = prompt["multi_modal_data"]
+    given: dict[str, Any] = {"images": [data["image"]]} if "image" in data else {}
+    if "video" in data:
+        given["videos"] = data["video"]
+    made = processor(text=[prompt["prompt"]], return_tensors="pt", **given)
     taken = signature(model.forward).parameters
-    given = {name: each for name, each in made.items() if name in taken}
-    return {**given, "attention_mask": torch.ones_like(made["input_ids"])}
+    found = {name: each for name, each in made.items() if name in taken}
+    return {**found, "attention_mask": torch.ones_like(made["input_ids"])}
 
 
 def _generated(model: PreTrainedModel, processor: Any, prompt: _Shown) -> list[int]:
@@ -163,13 +204,12 @@ def _generated(model: PreTrainedModel, processor: Any, prompt: _Shown) -> list[i
     return tokens
 
 
-def _sees(model: PreTrainedModel, processor: Any) -> bool:
+def _sees(model: PreTrainedModel, processor: Any, one: _Shown, other: _Shown) -> bool:
     """Whether another picture gives other logits."""
-    text = f"w1 {processor.image_token} w3"
     with torch.no_grad():
         a, b = (
-            model(**_made(model, processor, _shown(text, picture(seed)))).logits[0, -1].numpy()
-            for seed in (1, 2)
+            model(**_made(model, processor, prompt)).logits[0, -1].numpy()
+            for prompt in (one, other)
         )
     return bool(np.abs(a - b).max() > 1e-3 * np.abs(a).max())
 

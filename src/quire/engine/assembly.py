@@ -87,16 +87,13 @@ def assemble(
         )
         with _small_runner(loaded, spec, strategy, sizes, provider, config, team) as small:
             runner.try_out(max_tokens=sizes.max_model_len, small=small)
-        vision = Vision.of(loaded, config.most_images)
+        vision = Vision.of(loaded, config.most_media)
         if not vision.why_not:
-            why_not = runner.try_images(
+            vision = runner.try_images(
                 vision,
                 max_tokens=sizes.max_model_len,
                 most_bytes=image_bytes(config, footprint(loaded.model)),
             )
-            vision = replace(vision, why_not=why_not)
-            if why_not:
-                log.warning("%s takes no images: %s", loaded.name, why_not)
     except BaseException:
         kv.close()
         raise
