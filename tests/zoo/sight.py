@@ -63,6 +63,15 @@ _AXES: _Sizes = dict(
     )
 )
 _WINDOWS: _Sizes = dict(vision_config=dict(window_size=2))
+_OF_GEMMA4: _Sizes = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=16,
+    patch_size=4,
+)
 OWN: dict[str, _Sizes] = {
     "deepseek_vl_hybrid": dict(high_res_vision_config=dict(window_size=2)),
     "got_ocr2": _WINDOWS,
@@ -70,7 +79,12 @@ OWN: dict[str, _Sizes] = {
     "aria": dict(projector_patch_to_query_dict={4: 4}),
     "exaone4_5": dict(text_config=dict(model_type="exaone4")),
     "glm4v_moe": dict(text_config=_SMALL_AXES),
-    "granite4_vision": _TILES,
+    "granite4_vision": dict(
+        _TILES,
+        downsample_rate="1/2",
+        deepstack_layer_map=[(-1, 0)],
+        spatial_target_layers=[1, 1, 2, 2],
+    ),
     "kimi_k25": dict(projection_hidden_size=64),
     "llama4": dict(
         vision_config=dict(intermediate_size=256, projector_input_dim=64, vision_output_dim=64)
@@ -78,8 +92,24 @@ OWN: dict[str, _Sizes] = {
     "hunyuan_vl": _AXES,
     "qwen3_vl_moe": dict(text_config=dict(sliding_window=None)),
     "inkling2": dict(vision_config=dict(text_hidden_size=64)),
-    "glm5_next": dict(text_config=dict(num_key_value_heads=4, index_topk=16)),
-    "granite_docling": dict(scale_factor=2, image_seq_len=1),
+    "glm5_next": dict(
+        text_config=dict(num_key_value_heads=4, index_topk=16, qk_rope_head_dim=0, head_dim=None)
+    ),
+    "granite_docling": dict(vision_config=dict(image_size=8 * PATCH)),
+    "deepseek_ocr2": dict(text_config=dict(mlp_layer_types=["dense", "sparse"] * 2)),
+    "dots3_note": dict(
+        vision_config=dict(adapter_in_dim=64, adapter_out_dim=64),
+        audio_config=dict(adapter_input_size=64, adapter_out_dim=64),
+    ),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), dict(vision_config=_OF_GEMMA4)),
+    "ernie4_5_vl_moe": dict(
+        text_config=dict(
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[3, 3, 2])
+        )
+    ),
+    "gemma3n": dict(text_config=dict(intermediate_size=96)),
+    "nemotron_h_omni": dict(vision_config=dict(video_temporal_patch_size=2)),
+    "unlimited_ocr": dict(vision_config=dict(sam_config=dict(downsample_channels=[64, 64]))),
     "mistral_large4": dict(text_config=dict(num_key_value_heads=4, head_dim=None)),
     "muse_glimmer": _MERGED,
     "muse_spark": _MERGED,
@@ -156,7 +186,10 @@ class StandIn:
             "input_ids": ids,
             "mm_token_type_ids": types,
             "token_type_ids": types,
-            **{name: torch.cat(parts) for name, parts in together.items()},
+            **{
+                name: torch.cat(parts, -1 if "target_sizes" in together and "pixel" in name else 0)
+                for name, parts in together.items()
+            },
         }
 
     def _placeholders(self, token: str, alone: dict[str, Tensor]) -> str:
@@ -198,6 +231,8 @@ def inputs_of(model: PreTrainedModel, pixels: Any) -> dict[str, Tensor]:
     if kind in ("lighton_ocr", "mistral3", "mistral_large4"):  # sides are its patches' multiples
         side = 4 * PATCH
     square = torch.nn.functional.interpolate(square[None], (side, side), mode="bilinear")
+    if "image_position_ids" in taken:
+        return _placed(model, square)
     if "spatial_shapes" in taken:
         return _flat(square)
     if "target_sizes" in taken:
@@ -236,6 +271,21 @@ def _flat(square: Tensor) -> dict[str, Tensor]:
         "pixel_values": rows,
         "spatial_shapes": torch.tensor([[side, side]]),
         "pixel_attention_mask": torch.ones(1, side * side, dtype=torch.long),
+    }
+
+
+def _placed(model: PreTrainedModel, square: Tensor) -> dict[str, Tensor]:
+    """A row of pixels for each patch, colours last, and where it is, as Gemma 4 reads them."""
+    sight = model.config.vision_config
+    patch, side = sight.patch_size, 2 * sight.pooling_kernel_size
+    if model.config.model_type == "gemma4_unified":  # a row for each pooled one
+        patch, side = patch * sight.pooling_kernel_size, 2
+    made = torch.nn.functional.interpolate(square, (side * patch, side * patch))[0]
+    rows = made.reshape(3, side, patch, side, patch).permute(1, 3, 2, 4, 0)
+    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(1)
+    return {
+        "pixel_values": (rows.reshape(1, side * side, -1) + 1) / 2,
+        "image_position_ids": places[None],
     }
 
 
@@ -312,7 +362,13 @@ def _patches(model: PreTrainedModel, *squares: Tensor) -> dict[str, Tensor]:
     return given
 
 
-_STILL = ("cosmos3_edge", "hunyuan_vl", "video_llama_3")  # a patch is of one moment
+_STILL = (
+    "cosmos3_edge",
+    "dots3_note",
+    "ernie4_5_vl_moe",
+    "hunyuan_vl",
+    "video_llama_3",
+)  # a patch is of one moment
 
 
 # -- configs ---------------------------------------------------------------------------------------
