@@ -101,7 +101,7 @@ OWN: dict[str, _Sizes] = {
         vision_config=dict(adapter_in_dim=64, adapter_out_dim=64),
         audio_config=dict(adapter_input_size=64, adapter_out_dim=64),
     ),
-    **dict.fromkeys(("gemma4", "gemma4_unified"), dict(vision_config=_OF_GEMMA4)),
+    **{key: dict(vision_config=_OF_GEMMA4) for key in ("gemma4", "gemma4_unified")},
     "ernie4_5_vl_moe": dict(
         text_config=dict(
             rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[3, 3, 2])
