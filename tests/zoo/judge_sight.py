@@ -13,7 +13,7 @@ from quire import LLM, SamplingParams
 from quire.engine.outputs import CompletionOutput
 from quire.errors import QuireError
 from seers import SEERS, picture, seer
-from zoo.finding import ANOTHER_WAY, Finding, one_line
+from zoo.finding import Finding, another_way, one_line
 from zoo.sight import AS_IMAGES, seeing_class, tiny_seer
 
 _NEW = 8
@@ -27,7 +27,7 @@ def check_sight(model_type: str) -> Finding:
     own = seeing_class(model_type)
     found = Finding(model_type=model_type, class_name=own.__name__)
     if "mm_encoder_outputs" not in signature(own.forward).parameters:
-        found.verdict, found.reason = "refused", ANOTHER_WAY
+        found.verdict, found.reason = "refused", another_way(model_type)
         return found
     try:
         model, processor = seer(model_type) if model_type in SEERS else tiny_seer(model_type)

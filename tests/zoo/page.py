@@ -42,7 +42,7 @@ def sight_page(findings: Iterable[Finding]) -> str:
     """All of the page of models that see."""
     several = sorted(findings, key=lambda found: found.model_type)
     judged = [found for found in several if found.generates]
-    run = [found for found in judged if found.reason != ANOTHER_WAY]
+    run = [found for found in judged if not found.reason.startswith(ANOTHER_WAY)]
     exact = [found for found in run if found.verdict == "exact"]
     rest = [found for found in judged if found.verdict != "exact"]
     lines = [f"{_NAMES} how it runs | videos |", _rule(4)]
