@@ -19,7 +19,7 @@ MIB = 2**20
 
 def vision_of(name: str) -> tuple[Any, Vision]:
     model, processor = seer(name)
-    return model, Vision.of(adopt(model, processor), 64)
+    return model, Vision.of(adopt(model, processor), {"image": 64})
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,34 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-ANOTHER_WAY = (
-    "its forward has no `mm_encoder_outputs`: its images go another way (an encoder that the text "
-    "attends to, or code of its own); it was not run"
+ANOTHER_WAY = "it was not run, for its forward has no `mm_encoder_outputs`"
+_SOURCE = (
+    "an encoder-decoder, whose text attends to the image: it could be served as Whisper's "
+    "recordings are, with its pixels as the source"
 )
+_STATES = (
+    "a decoder with layers that attend to images: it could be served with the image's states as a "
+    "source, if a source can come amid a text"
+)
+_OWN_CODE = (
+    "its own code puts features among the embeddings: only by `inputs_embeds` could it be served"
+)
+_WAYS = {
+    **dict.fromkeys(("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop"), _SOURCE),
+    "vision-encoder-decoder": _SOURCE,
+    **dict.fromkeys(("mllama", "idefics"), _STATES),
+    **dict.fromkeys(("blip", "git", "kosmos-2", "kosmos-2.5"), _OWN_CODE),
+    "evolla": "it reads proteins, and no images",
+    "mistral4": "it reads text: Transformers lists it here, and its class has no encoder",
+    "pi0": "it makes a robot's movements of states and images, and no text",
+}
+
+
+def another_way(model_type: str) -> str:
+    """Why a class is not run that cannot be given what an encoder made, and what would serve it."""
+    return f"{ANOTHER_WAY}: {_WAYS.get(model_type, 'its images go another way')}"
+
+
 Verdict = Literal["exact", "differs", "fails", "refused", "not judged"]
 
 
@@ -26,6 +50,7 @@ class Finding:
     deviation: float | None = None  # of logits, of the largest one
     num_rows: int = 0  # of logits that were compared
     num_cached_tokens: int = 0  # that were found in the prefix cache
+    videos: str = ""  # "exact", or why not; nothing where the class has no encoder for them
     bytes_differ: str = ""  # from what Transformers' own cache holds, where it can be asked
     drop_in: str = ""  # what became of generate() with our cache, where it is not the same tokens
 

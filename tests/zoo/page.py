@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import transformers
 
 from zoo.finding import ANOTHER_WAY, Finding
+from zoo.hearing import hearing_classes
 from zoo.sizes import ENCODERS, HALVES
 
 SIGHT_COMMAND = "python tools/model_matrix.py --sight --write"
@@ -13,16 +14,21 @@ _SIGHT_INTRO = """\
 # Models that see
 
 Each class that Transformers {version} lists as reading images and text, built at a tiny size with
-random weights in float32 and shown pictures through the engine: one, another in its place, and two
-amid text; all prompts together in chunks of five tokens, which cut an image, and again, found in
-the prefix cache.
+random weights in float32 and shown pictures through the engine, in eight situations: one image, an
+image between texts, several images, a prefix hit that covers an image's tokens, two requests with
+different images in one batch, chunks of five tokens, which cut an image, four continuations of a
+prompt (`n=4`), and sequences that make room every few steps and begin anew.
 
-*Exact*: greedy tokens are those of Transformers' own `generate` in each of these. Of eleven classes
+*Exact*: greedy tokens are those of Transformers' own `generate` in all eight. Of eleven classes
 (LLaVA and its kinds, Idefics3, Mistral 3, InternVL, Gemma 3, PaliGemma, Qwen-VL) their own
 processor or image processor makes the pictures ready; of all others something that stands in, with
 as many placeholders as the encoder makes features, without tiles and marks. So a published
 processor may do what was not tried. The engine tries each model with a small image when it is
 loaded, and refuses images with the reason if they come out otherwise than by itself.
+
+*Videos* are shown in the same eight situations, one prompt having an image besides: four or seven
+frames, made ready by a stand-in in each class. *Not judged* are those whose `generate` does not
+run with what it makes; – stands where a class has no encoder for them.
 
 What [the text part of a model](models.md) must be to run at all holds here too. A tiny model with
 random weights shows that features, positions and masks are right, not how well or how fast a
@@ -36,11 +42,13 @@ def sight_page(findings: Iterable[Finding]) -> str:
     """All of the page of models that see."""
     several = sorted(findings, key=lambda found: found.model_type)
     judged = [found for found in several if found.generates]
-    run = [found for found in judged if found.reason != ANOTHER_WAY]
+    run = [found for found in judged if not found.reason.startswith(ANOTHER_WAY)]
     exact = [found for found in run if found.verdict == "exact"]
     rest = [found for found in judged if found.verdict != "exact"]
-    lines = [f"{_NAMES} how it runs |", _rule(3)]
-    lines += [f"{_name(f)} {f.way} |" for f in exact]
+    lines = [f"{_NAMES} how it runs | videos |", _rule(4)]
+    lines += [f"{_name(f)} {f.way} | {_cell(f.videos) or '–'} |" for f in exact]
+    with_videos = [f for f in exact if f.videos and not f.videos.startswith("not judged")]
+    seen = [f for f in with_videos if f.videos == "exact"]
     refused = [f"{_NAMES} why |", _rule(3), *(f"{_name(f)} {_cell(f.reason)} |" for f in rest)]
     return "\n".join(
         [
@@ -50,7 +58,8 @@ def sight_page(findings: Iterable[Finding]) -> str:
             f"{len(exact)} of these are exact ({100 * len(exact) / len(run):.0f} %). "
             f"{len(judged) - len(run)} more were not run, for no features can be handed to them: "
             f"with these it is {100 * len(exact) / len(judged):.0f} %. "
-            f"{len(several) - len(judged)} are not judged.\n",
+            f"{len(several) - len(judged)} are not judged. Of the exact ones `generate` ran "
+            f"{len(with_videos)} with videos, and {len(seen)} of these are exact with them too.\n",
             "## Exact\n",
             "\n".join([*lines, ""]),
             "## Not exact\n",
@@ -60,7 +69,21 @@ def sight_page(findings: Iterable[Finding]) -> str:
             "build these, or its `generate` does not run them with what stands in for a "
             "processor.\n",
             _not_judged([found for found in several if not found.generates]),
+            "## Recordings\n",
+            _recordings(),
         ]
+    )
+
+
+def _recordings() -> str:
+    alone, besides = hearing_classes()
+    both, all_alone = (", ".join(f"`{name}`" for name in names) for names in (besides, alone))
+    return (
+        "No class is given recordings in a prompt: the `forward` of none takes what an encoder "
+        "made of one ([decision 127](../decisions/0127-a-decoder-hears-nothing.md)).\n\n"
+        f"- {len(alone)} hear and see nothing: {all_alone}. They are refused when they are loaded, "
+        "or read text where Transformers lists them as causal models.\n"
+        f"- {len(besides)} hear besides, and are shown images if the tables above say so: {both}.\n"
     )
 
 

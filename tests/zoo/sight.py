@@ -5,8 +5,10 @@ many placeholders as the encoder makes features. What published processors do be
 around an image, tiles) is not judged here.
 """
 
-import inspect
+import re
 from collections.abc import Callable, Mapping
+from inspect import signature
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,15 @@ _AXES: _Sizes = dict(
     )
 )
 _WINDOWS: _Sizes = dict(vision_config=dict(window_size=2))
+_OF_GEMMA4: _Sizes = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=16,
+    patch_size=4,
+)
 OWN: dict[str, _Sizes] = {
     "deepseek_vl_hybrid": dict(high_res_vision_config=dict(window_size=2)),
     "got_ocr2": _WINDOWS,
@@ -68,7 +79,12 @@ OWN: dict[str, _Sizes] = {
     "aria": dict(projector_patch_to_query_dict={4: 4}),
     "exaone4_5": dict(text_config=dict(model_type="exaone4")),
     "glm4v_moe": dict(text_config=_SMALL_AXES),
-    "granite4_vision": _TILES,
+    "granite4_vision": dict(
+        _TILES,
+        downsample_rate="1/2",
+        deepstack_layer_map=[(-1, 0)],
+        spatial_target_layers=[1, 1, 2, 2],
+    ),
     "kimi_k25": dict(projection_hidden_size=64),
     "llama4": dict(
         vision_config=dict(intermediate_size=256, projector_input_dim=64, vision_output_dim=64)
@@ -76,13 +92,31 @@ OWN: dict[str, _Sizes] = {
     "hunyuan_vl": _AXES,
     "qwen3_vl_moe": dict(text_config=dict(sliding_window=None)),
     "inkling2": dict(vision_config=dict(text_hidden_size=64)),
-    "glm5_next": dict(text_config=dict(num_key_value_heads=4, index_topk=16)),
-    "granite_docling": dict(scale_factor=2, image_seq_len=1),
+    "glm5_next": dict(
+        text_config=dict(num_key_value_heads=4, index_topk=16, qk_rope_head_dim=0, head_dim=None)
+    ),
+    "granite_docling": dict(vision_config=dict(image_size=8 * PATCH)),
+    "deepseek_ocr2": dict(text_config=dict(mlp_layer_types=["dense", "sparse"] * 2)),
+    "dots3_note": dict(
+        vision_config=dict(adapter_in_dim=64, adapter_out_dim=64),
+        audio_config=dict(adapter_input_size=64, adapter_out_dim=64),
+    ),
+    **{key: dict(vision_config=_OF_GEMMA4) for key in ("gemma4", "gemma4_unified")},
+    "ernie4_5_vl_moe": dict(
+        text_config=dict(
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[3, 3, 2])
+        )
+    ),
+    "gemma3n": dict(text_config=dict(intermediate_size=96)),
+    "nemotron_h_omni": dict(vision_config=dict(video_temporal_patch_size=2)),
+    "unlimited_ocr": dict(vision_config=dict(sam_config=dict(downsample_channels=[64, 64]))),
     "mistral_large4": dict(text_config=dict(num_key_value_heads=4, head_dim=None)),
     "muse_glimmer": _MERGED,
     "muse_spark": _MERGED,
-    "llava_next_video": _TILES,
-    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl"), _AXES),
+    **dict.fromkeys(("llava_next_video", "llava_onevision"), _TILES),
+    **dict.fromkeys(
+        ("glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl"), _AXES
+    ),
     "qwen2_5_omni_thinker": {**_OMNI, **_AXES},
     "qwen3_omni_moe_thinker": {**_OMNI, "text_config": dict(sliding_window=None)},
 }
@@ -110,38 +144,85 @@ def tiny_seer(model_type: str) -> tuple[PreTrainedModel, "StandIn"]:
 class StandIn:
     """Writes as many placeholders as the encoder makes features."""
 
-    image_token = "<image>"
+    image_token, video_token = "<image>", "<video>"
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self.tokenizer = model, word_tokenizer()
         self.image_processor = self  # by which the loader knows a processor
+        kind = model.config.model_type
+        reads_videos = hasattr(model.base_model, "get_video_features") or kind in AS_IMAGES
+        self.video_processor = self if reads_videos else None
 
-    def __call__(self, *, text: list[str], images: list[list[Any]], **_: Any) -> dict[str, Tensor]:
-        base = self._model.base_model
-        each = [inputs_of(self._model, np.asarray(image)) for image in images[0]]
-        words = text[0].split(self.image_token)
-        written = words[0]
-        for alone, after in zip(each, words[1:], strict=True):
-            with torch.no_grad():
-                made = base.get_image_features(**alone, return_dict=True)
-            encoded = made.last_hidden_state if made.pooler_output is None else made.pooler_output
-            parts = [encoded] if isinstance(encoded, Tensor) else encoded
-            count = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in parts)
-            written += f" {' '.join([self.image_token] * count)} {after}"
+    def __call__(
+        self,
+        *,
+        text: list[str],
+        images: Any = ((),),
+        videos: Any = (),
+        video_metadata: Any = (),
+        **_: Any,
+    ) -> dict[str, Tensor]:
+        waiting = {
+            self.image_token: [inputs_of(self._model, np.asarray(image)) for image in images[0]],
+            self.video_token: [inputs_of_video(self._model, np.asarray(video)) for video in videos],
+        }
+        for alone, metadata in zip_longest(waiting[self.video_token], video_metadata, fillvalue={}):
+            alone |= _seconds(self._model, metadata.get("fps", 24))
+        together: dict[str, list[Tensor]] = {}
+        written = ""
+        for part in re.split(f"({self.image_token}|{self.video_token})", text[0]):
+            several = waiting.get(part)
+            if not several:
+                written += part
+                continue
+            alone = several.pop(0)
+            for name, each in alone.items():
+                together.setdefault(name, []).append(each)
+            written += f" {self._placeholders(part, alone)} "
         ids = torch.tensor([self.tokenizer(written)["input_ids"]])
         types = (ids == token_id(self.image_token)).long()
-        together = {name: torch.cat([alone[name] for alone in each]) for name in each[0]}
+        types += 2 * (ids == token_id(self.video_token)).long()
         return {
             "input_ids": ids,
             "mm_token_type_ids": types,
             "token_type_ids": types,
-            **together,
+            **{
+                name: torch.cat(parts, -1 if "target_sizes" in together and "pixel" in name else 0)
+                for name, parts in together.items()
+            },
         }
+
+    def _placeholders(self, token: str, alone: dict[str, Tensor]) -> str:
+        """As many as features; those of a video's moments apart, where the model counts them so."""
+        base = self._model.base_model
+        is_video = token == self.video_token and "pixel_values_videos" in alone
+        encode = base.get_video_features if is_video else base.get_image_features
+        names = signature(encode).parameters
+        own = {name: each for name, each in alone.items() if name in names}
+        with torch.no_grad():
+            made = encode(**own, return_dict=True)
+        encoded = made.last_hidden_state if made.pooler_output is None else made.pooler_output
+        parts = [encoded] if isinstance(encoded, Tensor) else encoded
+        count = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in parts)
+        if not is_video:
+            return " ".join([self.image_token] * count)
+        if self._model.config.model_type not in _BY_MOMENTS:
+            return " ".join([token] * count)
+        moments = int(alone["video_grid_thw"][0, 0])
+        return " w7 ".join([" ".join([token] * (count // moments))] * moments)
+
+
+AS_IMAGES = ("smolvlm", "internvl")  # what reads a video's frames as images
+# Their positions begin anew with each moment of a video, between which a time is written.
+_BY_MOMENTS = (
+    *("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "cosmos3_edge", "cosmos3_omni"),
+    *("muse_glimmer", "muse_spark"),
+)
 
 
 def inputs_of(model: PreTrainedModel, pixels: Any) -> dict[str, Tensor]:
     """What an encoder takes of u8[height, width, 3], cut to its size."""
-    taken = inspect.signature(model.base_model.get_image_features).parameters
+    taken = signature(model.base_model.get_image_features).parameters
     square = torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() / 127.5 - 1
     kind = model.config.model_type
     if "image_grid_thw" in taken:
@@ -150,6 +231,8 @@ def inputs_of(model: PreTrainedModel, pixels: Any) -> dict[str, Tensor]:
     if kind in ("lighton_ocr", "mistral3", "mistral_large4"):  # sides are its patches' multiples
         side = 4 * PATCH
     square = torch.nn.functional.interpolate(square[None], (side, side), mode="bilinear")
+    if "image_position_ids" in taken:
+        return _placed(model, square)
     if "spatial_shapes" in taken:
         return _flat(square)
     if "target_sizes" in taken:
@@ -159,7 +242,11 @@ def inputs_of(model: PreTrainedModel, pixels: Any) -> dict[str, Tensor]:
         given["pixel_values"] = square[None]
     if kind == "granite_docling":
         given["pixel_attention_mask"] = torch.ones(1, 1, dtype=torch.bool)
-    if kind in ("granite4_vision", "llava_next_video"):  # the whole, and one tile
+    if kind in (
+        "granite4_vision",
+        "llava_next_video",
+        "llava_onevision",
+    ):  # the whole, and one tile
         given["pixel_values"] = square[None].expand(1, 2, -1, -1, -1).clone()
     if "high_res_pixel_values" in taken:
         sharp = model.config.high_res_vision_config.image_size
@@ -187,6 +274,21 @@ def _flat(square: Tensor) -> dict[str, Tensor]:
     }
 
 
+def _placed(model: PreTrainedModel, square: Tensor) -> dict[str, Tensor]:
+    """A row of pixels for each patch, colours last, and where it is, as Gemma 4 reads them."""
+    sight = model.config.vision_config
+    patch, side = sight.patch_size, 2 * sight.pooling_kernel_size
+    if model.config.model_type == "gemma4_unified":  # a row for each pooled one
+        patch, side = patch * sight.pooling_kernel_size, 2
+    made = torch.nn.functional.interpolate(square, (side * patch, side * patch))[0]
+    rows = made.reshape(3, side, patch, side, patch).permute(1, 3, 2, 4, 0)
+    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(1)
+    return {
+        "pixel_values": (rows.reshape(1, side * side, -1) + 1) / 2,
+        "image_position_ids": places[None],
+    }
+
+
 def _strip(model: PreTrainedModel, square: Tensor) -> dict[str, Tensor]:
     """All patches beside each other, as MiniCPM reads them: four by four of them."""
     patch = model.config.vision_config.patch_size
@@ -196,21 +298,63 @@ def _strip(model: PreTrainedModel, square: Tensor) -> dict[str, Tensor]:
     return {"pixel_values": strip, "target_sizes": torch.tensor([[4, 4]])}
 
 
-def _patches(model: PreTrainedModel, square: Tensor) -> dict[str, Tensor]:
-    """A row of pixels for each patch, those that are merged behind each other, as Qwen-VL's are."""
+def inputs_of_video(model: PreTrainedModel, frames: Any) -> dict[str, Tensor]:
+    """What an encoder takes of u8[frames, height, width, 3], cut to its size."""
+    squares = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2).float() / 127.5 - 1
+    if model.config.model_type in AS_IMAGES:
+        side = _side(model)
+        squares = torch.nn.functional.interpolate(squares, (side, side), mode="bilinear")
+        own = model.config.model_type == "smolvlm"
+        return {"pixel_values": squares[None] if own else squares}
+    taken = signature(model.base_model.get_video_features).parameters
+    if "video_grid_thw" not in taken:
+        side = _side(model)
+        squares = torch.nn.functional.interpolate(squares, (side, side), mode="bilinear")
+        return {"pixel_values_videos": squares[None]}
+    times = _times(model)
+    moments = [_patches(model, *several) for several in squares.split(times)]
+    rows = torch.cat([each.pop("pixel_values") for each in moments])
+    grid = moments[0].pop("image_grid_thw")
+    grid[0, 0] = len(moments)
+    found = {"pixel_values_videos": rows, "video_grid_thw": grid}
+    if "video_merge_sizes" in taken:
+        found["video_merge_sizes"] = moments[0]["image_merge_sizes"]
+    return found
+
+
+def _seconds(model: PreTrainedModel, fps: float) -> dict[str, Tensor]:
+    """How long a patch of a video is, where positions depend on it."""
+    place = getattr(model.base_model, "get_rope_index", None)
+    if place is None or "second_per_grid_ts" not in signature(place).parameters:
+        return {}
+    return {"second_per_grid_ts": torch.tensor([_times(model) / fps])}
+
+
+def _times(model: PreTrainedModel) -> int:
+    """Frames of a patch."""
+    still = model.config.model_type in (*_STILL, "kimi_k25", "paddleocr_vl")
+    return 1 if still else getattr(model.config.vision_config, "temporal_patch_size", 2)
+
+
+def _patches(model: PreTrainedModel, *squares: Tensor) -> dict[str, Tensor]:
+    """A row of pixels for each patch, those that are merged behind each other, as Qwen-VL's are.
+
+    Of one picture, or of as many as a patch has frames.
+    """
     kind = model.config.model_type
     sight = model.config.vision_config
     patch = sight.patch_size
     merge = getattr(sight, "spatial_merge_size", 2)
     merge = merge if isinstance(merge, int) else 2
     side = 2 * merge
-    made = torch.nn.functional.interpolate(square[None], (side * patch, side * patch))[0]
-    cut = made.reshape(3, 2, merge, patch, 2, merge, patch).permute(1, 4, 2, 5, 0, 3, 6)
+    times = _times(model)
+    several = torch.stack([*squares, *squares[-1:] * (times - len(squares))])
+    made = torch.nn.functional.interpolate(several, (side * patch, side * patch))
+    cut = made.reshape(times, 3, 2, merge, patch, 2, merge, patch)
+    rows = cut.permute(2, 5, 3, 6, 1, 0, 4, 7)
     if kind in ("kimi_k25", "paddleocr_vl"):
-        pixels = cut.reshape(side * side, 3, patch, patch)
+        pixels = rows.reshape(side * side, 3, patch, patch)
     else:
-        times = 1 if kind in _STILL else getattr(sight, "temporal_patch_size", 2)
-        rows = cut[:, :, :, :, :, None].expand(*cut.shape[:5], times, patch, patch)
         pixels = rows.reshape(side * side, -1)
     given = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
     if kind == "video_llama_3":
@@ -218,7 +362,13 @@ def _patches(model: PreTrainedModel, square: Tensor) -> dict[str, Tensor]:
     return given
 
 
-_STILL = ("cosmos3_edge", "hunyuan_vl", "video_llama_3")  # a patch is of one moment
+_STILL = (
+    "cosmos3_edge",
+    "dots3_note",
+    "ernie4_5_vl_moe",
+    "hunyuan_vl",
+    "video_llama_3",
+)  # a patch is of one moment
 
 
 # -- configs ---------------------------------------------------------------------------------------

@@ -25,13 +25,13 @@ from quire.units import parse_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaLimits:
-    """How many of each kind a prompt may have, with vLLM's names. Only images are read.
+    """How many of each kind a prompt may have, with vLLM's names. No audio is read.
 
     Raises: ConfigError with the kind and the number.
     """
 
     image: int = 64
-    video: int = 0
+    video: int = 8
     audio: int = 0
 
     def __post_init__(self) -> None:
@@ -337,7 +337,8 @@ class EngineConfig:
     )
     limit_mm_per_prompt: MediaLimits | None = option(  # noqa: RUF009 - it makes a field
         None,
-        'Maximum number of images in a prompt, as JSON: {"image": 4}. Default: 64.',
+        "Maximum number of images and videos in a prompt, as JSON. Default: "
+        '{"image": 64, "video": 8}.',
         flag_type=str | None,
         parse=MediaLimits.parse,
         panel=ADVANCED,
@@ -450,9 +451,10 @@ class EngineConfig:
                     )
 
     @property
-    def most_images(self) -> int:
-        """How many images a prompt may have."""
-        return (self.limit_mm_per_prompt or MediaLimits()).image
+    def most_media(self) -> dict[Literal["image", "video"], int]:
+        """How many images and videos a prompt may have."""
+        limits = self.limit_mm_per_prompt or MediaLimits()
+        return {"image": limits.image, "video": limits.video}
 
     @property
     def tiers(self) -> tuple[TierAddress, ...]:

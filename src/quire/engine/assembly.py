@@ -74,7 +74,7 @@ def assemble(
 
     Raises: ConfigError, UnsupportedModel, MemoryUnavailable. Nothing is held then.
     """
-    vision = vision or Vision(name=loaded.name, why_not="it drafts")
+    vision = vision or Vision(name=loaded.name).without("image", "it drafts")
     _refuse_switching_positions(loaded, sizes.max_model_len)
     if config.batch_invariant:
         _refuse_variance(loaded, team)
@@ -96,14 +96,11 @@ def assemble(
         with _small_runner(loaded, spec, strategy, sizes, provider, config, team) as small:
             runner.try_out(max_tokens=sizes.max_model_len, small=small)
         if not vision.why_not:
-            why_not = runner.try_images(
+            vision = runner.try_images(
                 vision,
                 max_tokens=sizes.max_model_len,
                 most_bytes=image_bytes(config, vision.encoder) if vision.encoder else 0,
             )
-            vision = replace(vision, why_not=why_not)
-            if why_not:
-                log.warning("%s takes no images: %s", loaded.name, why_not)
     except BaseException:
         kv.close()
         raise

@@ -275,10 +275,10 @@ def _vision(config: EngineConfig, loaded: LoadedModel) -> Vision:
 
     Raises: ConfigError.
     """
-    vision = Vision.of(loaded, config.most_images)
+    vision = Vision.of(loaded, config.most_media)
     if config.batch_invariant and not vision.why_not:
         # An encoder is torch's, and reads the images of a step together.
-        vision = replace(vision, why_not="batch_invariant serves text alone")
+        vision = vision.without("image", "batch_invariant serves text alone")
     longest = longest_tokens(config, loaded.name, loaded.spec)
     return replace(vision, encoder=encoder_footprint(vision, loaded.model, longest))
 

@@ -18,7 +18,7 @@ class ShownPrompt:
     images: object  # what ``Vision.read`` has returned
 
 
-# A mapping is a prompt of an encoder-decoder (see ``source_prompts``), or one with images:
+# A mapping is a prompt of an encoder-decoder (see ``source_prompts``), or it has images or videos:
 # {"prompt": text, "multi_modal_data": {"image": one or several}}, as vLLM spells it.
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any] | ShownPrompt
 _IMAGES = "multi_modal_data"
@@ -35,10 +35,10 @@ def split(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     return list(prompts)
 
 
-def with_images(prompt: object) -> tuple[object, list[Any]]:
-    """Return a prompt's text or token ids, and its images. Raises: RequestError."""
+def with_images(prompt: object) -> tuple[object, list[Any], list[Any]]:
+    """Return a prompt's text or token ids, its images and its videos. Raises: RequestError."""
     if not isinstance(prompt, Mapping):
-        return prompt, []
+        return prompt, [], []
     known = {"prompt", "prompt_token_ids", _IMAGES}
     unknown = sorted(str(name) for name in prompt.keys() - known)
     texts = [
@@ -52,14 +52,32 @@ def with_images(prompt: object) -> tuple[object, list[Any]]:
         )
     data = prompt.get(_IMAGES)
     if data is None:
-        return texts[0], []
-    if not isinstance(data, Mapping) or data.keys() - {"image"}:
+        return texts[0], [], []
+    if isinstance(data, Mapping) and data.get("audio") is not None:
+        raise RequestError(f"{_IMAGES} has 'audio', and no model is given recordings in a prompt")
+    if not isinstance(data, Mapping) or data.keys() - {"image", "video", "audio"}:
         said = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-        raise RequestError(f"{_IMAGES} has 'image' alone, one or a list of them; this one: {said}")
-    images = data.get("image")
-    if images is None:
-        return texts[0], []
-    return texts[0], list(images) if isinstance(images, list | tuple) else [images]
+        raise RequestError(
+            f"{_IMAGES} has 'image' and 'video', one or a list of them; this one: {said}"
+        )
+    images, videos = data.get("image"), data.get("video")
+    several = list(images) if isinstance(images, list | tuple) else [images]
+    return texts[0], [] if images is None else several, _videos(videos)
+
+
+def _videos(given: Any) -> list[Any]:
+    """Return one video or several as a list: an array of frames is one, and so is a list of images.
+
+    A pair is a video with its metadata.
+    """
+    if given is None:
+        return []
+    is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)
+    if is_pair or not isinstance(given, list | tuple) or not given:
+        return [] if isinstance(given, list | tuple) and not given else [given]
+    first = given[0]
+    is_frame = hasattr(first, "convert") or getattr(first, "ndim", 0) == 3
+    return [[*given]] if is_frame else [*given]
 
 
 def encode(prompt: object, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:

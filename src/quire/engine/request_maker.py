@@ -148,16 +148,16 @@ class RequestMaker:
         if isinstance(prompt, ShownPrompt):
             assert isinstance(prompt.images, PromptImages), "what Vision.read has returned"
             return encode(prompt.token_ids, None, facts.vocab_size), prompt.images
-        text, pictures = with_images(prompt)
-        if not pictures:
+        text, pictures, videos = with_images(prompt)
+        if not pictures and not videos:
             return encode(text, facts.tokenizer, facts.vocab_size), None
-        facts.vision.check()
+        facts.vision.check("video" if videos else "image")
         if not isinstance(text, str):
             raise RequestError(
                 "a prompt with images is text, in which a placeholder stands for each: "
                 "it is not token ids"
             )
-        images = facts.vision.read(text, pictures)
+        images = facts.vision.read(text, pictures, videos)
         return encode(images.token_ids, None, facts.vocab_size), images
 
     def _resumption(self, request: Request) -> Resumption:

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 _TRIAL_ID = -1  # requests count from 1
 _TRIAL_PIXELS = 32  # of an image's side
+_TRIAL_FRAMES = 4  # of a video
 # Errors of a model that does not find what it expects in its cache or its arguments.
 _MODEL_ERRORS = (KeyError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
@@ -175,28 +176,41 @@ class ModelRunner:
             return
         raise UnsupportedModel(f"{name} runs in none of the ways: {_reasons(wrong)}")
 
-    def try_images(self, vision: Vision, *, max_tokens: int, most_bytes: int) -> str:
+    def try_images(self, vision: Vision, *, max_tokens: int, most_bytes: int) -> Vision:
         """Take a way in which an image amid text gives what the model gives by itself.
 
         It is the way of text, or that of one sequence at a time with images whole in a chunk, for
-        models whose image tokens attend to each other. ``most_bytes``: of features that are kept.
+        models whose image tokens attend to each other. Videos must come out right in the same way.
+        ``most_bytes``: of features that are kept.
 
-        Returns: why there is none; empty if there is one.
+        Returns: what can be shown, and why the rest cannot.
         """
-        pixels = np.random.default_rng(0).integers(0, 256, (_TRIAL_PIXELS, _TRIAL_PIXELS, 3))
+        why_not = self._try_image(vision, max_tokens, most_bytes)
+        if why_not:
+            log.warning("%s takes no images: %s", self._name, why_not)
+            return vision.without("image", why_not)
+        if vision.of_kind("video").why_not:
+            return vision
+        why_not = self._try_video(vision, max_tokens)
+        if why_not:
+            log.warning("%s takes no videos: %s", self._name, why_not)
+            return vision.without("video", why_not)
+        return vision
+
+    def _try_image(self, vision: Vision, max_tokens: int, most_bytes: int) -> str:
         try:
-            images = vision.read(vision.placeholder, [pixels.astype(np.uint8)])
+            images = vision.read(vision.placeholder, [_noise(_TRIAL_PIXELS, _TRIAL_PIXELS, 3)])
         except RequestError as error:
             return str(error)
+        token_ids = {
+            modality: kind.token_id for modality, kind in vision.kinds.items() if kind.has_encoder
+        }
         wrong: dict[str, list[str]] = {}
         for way, whole in ((self.way, False), ("alone", True)):
             trial = ImageTrial(self._loaded, images, self._kept_as, whole=whole)
             if len(trial.token_ids) > max_tokens:
-                return (
-                    f"a small one takes {len(trial.token_ids)} tokens with some text, and "
-                    f"max_model_len is {max_tokens}"
-                )
-            self.encoder = ImageEncoder(self._loaded.model, vision.image_token_id, most_bytes)
+                return _too_long(trial, max_tokens)
+            self.encoder = ImageEncoder(self._loaded.model, token_ids, most_bytes)
             try:
                 if whole:
                     self._with_images = make_way(way, self._loaded, self._stand_ins, self._watch)
@@ -210,6 +224,22 @@ class ModelRunner:
             return ""
         self.encoder = self._with_images = None
         return _reasons(wrong)
+
+    def _try_video(self, vision: Vision, max_tokens: int) -> str:
+        frames = _noise(_TRIAL_FRAMES, _TRIAL_PIXELS, _TRIAL_PIXELS, 3)
+        try:
+            images = vision.read(vision.of_kind("video").placeholder, [], [frames])
+        except RequestError as error:
+            return str(error)
+        whole = self.needs_whole_images
+        trial = ImageTrial(self._loaded, images, self._kept_as, whole=whole)
+        if len(trial.token_ids) > max_tokens:
+            return _too_long(trial, max_tokens)
+        try:
+            self._try_in_chunks(trial)
+        except UnsupportedModel as error:
+            return str(error)
+        return ""
 
     def _try_in_chunks(self, trial: ImageTrial) -> None:
         """Try the way that was taken with an image. Raises: UnsupportedModel if it is wrong."""
@@ -521,6 +551,18 @@ class ModelRunner:
         if self._recurrent is not None and inputs.states is not None:
             step.states = self._recurrent.of_step(accounting, storage, inputs.states)
         return step
+
+
+def _noise(*shape: int) -> npt.NDArray[np.uint8]:
+    """Return pixels of a trial."""
+    return np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+
+
+def _too_long(trial: Trial, max_tokens: int) -> str:
+    return (
+        f"a small one takes {len(trial.token_ids)} tokens with some text, and max_model_len is "
+        f"{max_tokens}"
+    )
 
 
 def _reasons(wrong: Mapping[str, list[str]]) -> str:

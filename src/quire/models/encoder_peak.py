@@ -91,7 +91,7 @@ def image_of_files(
         why_no_processor=why_no_processor,
         spec=read_config(source, folder)[1],
     )
-    vision = Vision.of(loaded, 1)
+    vision = Vision.of(loaded, {"image": 1})
     vision.check()
     return _read(vision, width, height), type(processor).__name__
 

@@ -19,6 +19,7 @@ from transformers import (
     AutoFeatureExtractor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoProcessor,
@@ -29,7 +30,13 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from quire.devices import choose_device
-from quire.errors import ConfigError, MemoryUnavailable, ModelNotLoadable, QuireError
+from quire.errors import (
+    ConfigError,
+    MemoryUnavailable,
+    ModelNotLoadable,
+    QuireError,
+    UnsupportedModel,
+)
 from quire.memory.host.huge_pages import drop_file_pages, huge_pieces
 from quire.memory.machine.probe import available_bytes, mapped_from_files
 from quire.models.file_hashes import WeightFile
@@ -323,10 +330,22 @@ def auto_class(config: Any) -> Any:
 
     Where a config has a class for text alone besides, it is the one that the checkpoint was saved
     as, and that for text if it does not say.
+
+    Raises: UnsupportedModel for a decoder that hears and reads no images.
     """
     if not getattr(config, "is_encoder_decoder", False):
         sees = type(config) in AutoModelForImageTextToText._model_mapping
         writes = type(config) in AutoModelForCausalLM._model_mapping
+        hears = any(
+            type(config) in auto._model_mapping
+            for auto in (AutoModelForMultimodalLM, AutoModelForSpeechSeq2Seq)
+        )
+        if hears and not sees and not writes:
+            raise UnsupportedModel(
+                f"{config.model_type}: this model hears, and Transformers has no way to give a "
+                f"decoder what an encoder has made of a recording: only encoder-decoders "
+                f"(Whisper) hear"
+            )
         if sees and writes:
             seeing = AutoModelForImageTextToText._model_mapping[type(config)].__name__
             writes = seeing not in (config.architectures or ())

@@ -1,25 +1,27 @@
-"""What a model sees: how its processor makes a prompt's images ready, as its files say it.
+"""What a model sees: how its processor makes a prompt's images and videos ready.
 
 A processor writes so many placeholder tokens into a prompt as an image has features, and makes of
 the image what the model's encoder reads. An image's name is a hash of that: the same picture has
-the same name in every prompt, and another one of its size has not.
+the same name in every prompt, and another one of its size has not. A video is its frames.
 """
 
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import RequestError, one_line
 from quire.kv import Image
 from quire.memory.budget import EncoderFootprint
-from quire.models.executors.image_features import PromptImage, PromptImages
+from quire.models.executors.image_features import Modality, PromptImage, PromptImages
 from quire.models.loader import LoadedModel
 from quire.units import format_count
 
@@ -27,87 +29,182 @@ log = logging.getLogger(__name__)
 
 # What processors call the kinds of tokens, by the name of the model's argument.
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+_OF_POSITIONS = ("input_ids", "attention_mask", *_TOKEN_TYPES)  # not of one image
+_METADATA = frozenset({"fps", "total_num_frames", "frames_indices", "duration"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Images or videos of one model. ``why_not``: why none can be shown to it; empty otherwise."""
+
+    why_not: str = ""
+    most: int = 0  # in a prompt
+    token_id: int = -1
+    placeholder: str = ""  # what a prompt says where one goes
+    input_names: tuple[str, ...] = ()  # of what its encoder and positions are made of
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the model has one for it. Else the processor makes images of it."""
+        return not self.why_not and self.token_id >= 0
+
+
+_NO_KIND = Kind(why_not="it reads text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Vision:
-    """Of one model. ``why_not``: why no image can be shown to it; empty otherwise."""
+    """Of one model. Where it is shown no image, it is shown no video."""
 
     name: str
-    why_not: str = ""
-    most_images: int = 0  # in a prompt
+    kinds: Mapping[Modality, Kind] = field(default_factory=lambda: MappingProxyType({}))
     encoder: EncoderFootprint | None = None  # what the largest image takes
-    image_token_id: int = -1
-    placeholder: str = ""  # what a prompt says where an image goes
     chat_template: str | None = None  # if the processor has one, and the tokenizer none
     _processor: Any = None
-    _input_names: tuple[str, ...] = ()  # of the encoder's arguments
     _type_names: tuple[str, ...] = ()  # of the model's arguments
 
     @classmethod
-    def of(cls, loaded: LoadedModel, most_images: int) -> "Vision":
-        """Read a model's, whose prompts may have so many images."""
-        if why_not := _why_not(loaded) or ("" if most_images else "limit_mm_per_prompt has none"):
-            return cls(name=loaded.name, why_not=why_not)
+    def of(cls, loaded: LoadedModel, most: Mapping[Modality, int]) -> "Vision":
+        """Read a model's, whose prompts may have so many images and videos."""
+        none: dict[Modality, Kind] = {}
+        for modality, number in most.items():
+            why_not = _why_not(loaded, modality)
+            none[modality] = Kind(why_not=why_not or ("" if number else _LIMITED))
+        if none["image"].why_not:
+            return cls(name=loaded.name, kinds=none)
         model, processor = loaded.model, loaded.processor
-        asked = signature(model.base_model.get_image_features).parameters
         taken = signature(model.forward).parameters
+        kinds = {
+            modality: kind
+            if kind.why_not
+            else Kind(
+                most=most[modality],
+                token_id=_token_id(model, modality),
+                placeholder=getattr(processor, f"{modality}_token"),
+                input_names=_input_names(model, modality),
+            )
+            for modality, kind in none.items()
+        }
         return cls(
             name=loaded.name,
-            most_images=most_images,
-            image_token_id=model.config.image_token_id,
-            placeholder=processor.image_token,
+            kinds=kinds,
             chat_template=None
             if getattr(loaded.tokenizer, "chat_template", None)
             else getattr(processor, "chat_template", None),
             _processor=processor,
-            _input_names=tuple(name for name in asked if name != "kwargs"),
             _type_names=tuple(name for name in _TOKEN_TYPES if name in taken),
         )
 
-    def check(self) -> None:
-        """Raise RequestError if no image can be shown."""
-        if self.why_not:
-            raise RequestError(f"{self.name} takes no images: {self.why_not}")
+    @property
+    def why_not(self) -> str:
+        """Why no image can be shown; empty if one can."""
+        return self.of_kind("image").why_not
 
-    def check_number(self, number: int) -> None:
-        """Raise RequestError if a prompt cannot have so many images."""
-        self.check()
-        if number > self.most_images:
+    @property
+    def placeholder(self) -> str:
+        """What a prompt says where an image goes."""
+        return self.of_kind("image").placeholder
+
+    def of_kind(self, modality: Modality) -> Kind:
+        """Return what is known of images, or of videos."""
+        return self.kinds.get(modality, _NO_KIND)
+
+    def without(self, modality: Modality, why_not: str) -> "Vision":
+        """Return one that shows none of a kind, for a reason."""
+        return replace(self, kinds={**self.kinds, modality: Kind(why_not=why_not)})
+
+    def check(self, modality: Modality = "image") -> None:
+        """Raise RequestError if no image can be shown, or no video."""
+        for needed in dict.fromkeys(("image", modality)):
+            if why_not := self.of_kind(needed).why_not:
+                raise RequestError(f"{self.name} takes no {needed}s: {why_not}")
+
+    def check_number(self, number: int, modality: Modality = "image") -> None:
+        """Raise RequestError if a prompt cannot have so many of a kind."""
+        self.check(modality)
+        most = self.of_kind(modality).most
+        if number > most:
             raise RequestError(
-                f"the prompt has {number} images, and may have {self.most_images} "
-                f"(limit_mm_per_prompt)"
+                f"the prompt has {number} {modality}s, and may have {most} (limit_mm_per_prompt)"
             )
 
     def read(
-        self, text: str, given: Sequence[Any], *, add_special_tokens: bool = True
+        self,
+        text: str,
+        given: Sequence[Any],
+        videos: Sequence[Any] = (),
+        *,
+        add_special_tokens: bool = True,
     ) -> PromptImages:
-        """Return a prompt that has a placeholder for each image as tokens, with its images.
+        """Return a prompt that has a placeholder for each image and video as tokens, with them.
 
-        An image is one of Pillow's, or u8[height, width, 3]. It takes as long as the processor.
+        An image is one of Pillow's, or u8[height, width, 3]. A video is a list of such images, or
+        u8[frames, height, width, 3]; or a pair of that and its metadata ("fps",
+        "frames_indices"), without which a processor guesses when the frames were. All frames that
+        are given are shown. It takes as long as the processor.
 
         Raises: RequestError.
         """
-        self.check_number(len(given))
-        pictures = [_picture(each, number) for number, each in enumerate(given)]
-        spelled = text.count(self.placeholder)
-        if spelled != len(pictures):
-            raise RequestError(
-                f"the prompt has {spelled} × {self.placeholder!r}, and {len(pictures)} images came "
-                f"with it: it needs one for each"
-            )
-        made = self._made(text, pictures, add_special_tokens=add_special_tokens)
+        shown: dict[Modality, list[Any]] = {"image": [], "video": []}
+        if given:
+            self.check_number(len(given))
+        if videos:
+            self.check_number(len(videos), "video")
+        shown["image"] = [_picture(each, number) for number, each in enumerate(given)]
+        shown["video"] = [_video(each, number) for number, each in enumerate(videos)]
+        for modality, own in shown.items():
+            placeholder = self.of_kind(modality).placeholder
+            spelled = text.count(placeholder) if placeholder else 0
+            if spelled != len(own) and (own or modality == "image"):
+                raise RequestError(
+                    f"the prompt has {spelled} × {placeholder!r}, and {len(own)} {modality}s came "
+                    f"with it: it needs one for each"
+                )
+        made = self._made(text, shown, add_special_tokens=add_special_tokens)
         token_ids = made["input_ids"][0].tolist()
-        places = np.flatnonzero(np.array(token_ids) == self.image_token_id)
-        if len(pictures) == 1:
-            images = [self._image(made)]
+        if len(given) + len(videos) == 1:
+            only: Modality = "image" if given else "video"
+            images = [self._image(made, only)]
         else:  # each as it is by itself, so that its name does not depend on the others
-            images = [self._image(self._made(self.placeholder, [each])) for each in pictures]
+            images = self._in_order(text, shown)
         for number, image in enumerate(images):
             self._check_size(image, number)
-        if sum(image.num_tokens for image in images) != len(places):
+        return self._in_prompt(token_ids, images, made)
+
+    def _in_order(self, text: str, shown: Mapping[Modality, Sequence[Any]]) -> list[PromptImage]:
+        """Return what is shown, each as it is by itself, in the order of their placeholders."""
+        found: list[tuple[int, PromptImage]] = []
+        for modality, several in shown.items():
+            placeholder = self.of_kind(modality).placeholder
+            place = -1
+            for each in several:
+                place = text.index(placeholder, place + 1)
+                made = self._made(placeholder, {modality: [each]})
+                found.append((place, self._image(made, modality)))
+        return [image for _, image in sorted(found, key=lambda pair: pair[0])]
+
+    def _in_prompt(
+        self, token_ids: list[int], images: list[PromptImage], made: Mapping[str, Tensor]
+    ) -> PromptImages:
+        """Find the placeholders of images. Raises: RequestError if there are others."""
+        ids = np.array(token_ids)
+        left = {
+            modality: np.flatnonzero(ids == self.of_kind(modality).token_id)
+            for modality in {image.modality for image in images}
+        }
+        written = sum(map(len, left.values()))
+        places: list[NDArray[np.int64]] = []
+        for image in images:
+            own, left[image.modality] = np.split(left[image.modality], [image.num_tokens])
+            places.append(own)
+        together = np.concatenate(places)
+        if (
+            written != sum(image.num_tokens for image in images)
+            or any(map(len, left.values()))
+            or np.any(np.diff(together) <= 0)
+        ):
             raise RequestError(
-                f"{self.name} wrote {len(places)} placeholders for {len(images)} images, and "
+                f"{self.name} wrote {written} placeholders for {len(images)} images, and "
                 f"{sum(image.num_tokens for image in images)} for each by itself"
             )
         types = {
@@ -116,40 +213,70 @@ class Vision:
             if name in made
         }
         return PromptImages(
-            images=tuple(images), token_ids=tuple(token_ids), places=places, token_types=types
+            images=tuple(images), token_ids=tuple(token_ids), places=together, token_types=types
         )
 
     def _made(
-        self, text: str, pictures: list[Any], *, add_special_tokens: bool = True
+        self,
+        text: str,
+        shown: Mapping[Modality, Sequence[Any]],
+        *,
+        add_special_tokens: bool = True,
     ) -> Mapping[str, Tensor]:
+        given: dict[str, Any] = {}
+        if pictures := shown.get("image"):
+            given["images"] = [[*pictures]]
+        if videos := shown.get("video"):
+            given |= {
+                "videos": [frames for frames, _ in videos],
+                "video_metadata": [dict(metadata) for _, metadata in videos],
+                "do_sample_frames": False,
+            }
         try:
             made: Mapping[str, Tensor] = self._processor(
                 text=[text],
-                images=[pictures],
                 add_special_tokens=add_special_tokens,
                 return_mm_token_type_ids=True,
                 return_tensors="pt",
+                **given,
             )
         except Exception as error:  # of Pillow, numpy and each processor's own: many kinds
-            raise RequestError(f"the images cannot be read: {one_line(error)}") from error
+            what = "videos" if videos else "images"
+            raise RequestError(f"the {what} cannot be read: {one_line(error)}") from error
         return made
 
     def _check_size(self, image: PromptImage, number: int) -> None:
         most = None if self.encoder is None else self.encoder.num_values
-        if most is not None and image.num_values > most:
+        # Memory is planned for images alone: of a video's length nothing is known before.
+        if most is not None and image.modality == "image" and image.num_values > most:
             raise RequestError(
                 f"image number {number} is too large: {self.name} makes "
                 f"{format_count(image.num_values)} values of it ({image.num_tokens} tokens), and "
                 f"memory is planned for {format_count(most)}: send a smaller one"
             )
 
-    def _image(self, made: Mapping[str, Tensor]) -> PromptImage:
-        """Return the one image of a processor's output."""
-        inputs = {name: made[name] for name in self._input_names if name in made}
-        return PromptImage(
-            content_id=_content_id(inputs),
-            inputs=inputs,
-            num_tokens=int((made["input_ids"] == self.image_token_id).sum()),
+    def _image(self, made: Mapping[str, Tensor], modality: Modality) -> PromptImage:
+        """Return the one image or video of a processor's output.
+
+        A processor may make images of a video's frames. Then they are read as one image.
+
+        Raises: RequestError where nothing is made that an encoder takes.
+        """
+        for found in dict.fromkeys((modality, "image")):
+            kind = self.of_kind(found)
+            num_tokens = int((made["input_ids"] == kind.token_id).sum())
+            if num_tokens and kind.input_names[0] in made:
+                names = [name for name in kind.input_names if name in made]
+                inputs = {name: torch.as_tensor(made[name]) for name in names}
+                return PromptImage(
+                    content_id=_content_id(inputs),
+                    inputs=inputs,
+                    num_tokens=num_tokens,
+                    modality=found,
+                )
+        raise RequestError(
+            f"{type(self._processor).__name__} makes of a {modality} what no encoder of "
+            f"{self.name} takes, or writes no {self.of_kind(modality).placeholder!r} for it"
         )
 
 
@@ -203,10 +330,66 @@ def _picture(given: Any, number: int) -> Any:
         raise RequestError(f"image number {number} cannot be read: {why}") from error
 
 
-def _why_not(loaded: LoadedModel) -> str:
+def _video(given: Any, number: int) -> tuple[NDArray[np.uint8], Mapping[str, Any]]:
+    """Return a video's frames u8[frames, height, width, 3], and what is known of their times.
+
+    Raises: RequestError.
+    """
+    metadata: Any = {}
+    if isinstance(given, tuple) and len(given) == 2:
+        given, metadata = given
+    if isinstance(given, Tensor):
+        given = given.cpu().numpy()
+    if not isinstance(given, np.ndarray):
+        if not isinstance(given, list | tuple) or not given:
+            raise RequestError(
+                f"a video is a list of images or an array u8[frames, height, width, 3], not "
+                f"{type(given).__name__}"
+            )
+        frames = [np.asarray(_picture(each, number)) for each in given]
+        if len({frame.shape for frame in frames}) > 1:
+            raise RequestError(f"video number {number} has frames of several sizes")
+        given = np.stack(frames)
+    if given.ndim != 4 or given.shape[3] != 3 or given.dtype != np.uint8 or not given.size:
+        raise RequestError(
+            f"a video is u8[frames, height, width, 3]; this is {given.dtype}{list(given.shape)}"
+        )
+    if not isinstance(metadata, Mapping) or metadata.keys() - _METADATA:
+        raise RequestError(
+            f"video number {number}: metadata has {', '.join(sorted(_METADATA))}, not "
+            f"{sorted(map(str, metadata)) if isinstance(metadata, Mapping) else metadata!r}"
+        )
+    whole = {"total_num_frames": len(given), "frames_indices": [*range(len(given))]}
+    return given, {**whole, **metadata}
+
+
+_LIMITED = "limit_mm_per_prompt has none"
+
+
+def _input_names(model: Any, modality: Modality) -> tuple[str, ...]:
+    """Return the names of what an encoder is called with, its pixels first, and of positions."""
+    encode = getattr(model.base_model, f"get_{modality}_features", None)
+    asked = [] if encode is None else [*signature(encode).parameters]
+    place = getattr(model.base_model, "get_rope_index", None)
+    if place is not None:
+        asked += [name for name in signature(place).parameters if name not in _OF_POSITIONS]
+    return tuple(dict.fromkeys(name for name in asked if name != "kwargs"))
+
+
+def _token_id(model: Any, modality: Modality) -> int:
+    """Return the placeholder of a kind that has an encoder of its own; -1 otherwise.
+
+    Of a model that has none for videos the processor may make images of the frames.
+    """
+    token_id = getattr(model.config, f"{modality}_token_id", None)
+    has_own = hasattr(model.base_model, f"get_{modality}_features")
+    return token_id if has_own and token_id is not None else -1
+
+
+def _why_not(loaded: LoadedModel, modality: Modality) -> str:
     model, processor = loaded.model, loaded.processor
-    token_id = getattr(model.config, "image_token_id", None)
-    if not hasattr(model.base_model, "get_image_features") or token_id is None:
+    token_id = _token_id(model, modality)
+    if modality == "image" and token_id < 0:
         return "it reads text"
     if "mm_encoder_outputs" not in signature(model.forward).parameters:
         return "this release of Transformers has no way to give it what its encoder made of them"
@@ -216,8 +399,13 @@ def _why_not(loaded: LoadedModel) -> str:
         return loaded.why_no_processor or (
             "it came without a processor (preprocessor_config.json), or Pillow is not installed"
         )
-    if getattr(processor, "image_token", None) is None:
-        return f"its {type(processor).__name__} has no placeholder for an image"
-    if not 0 <= token_id < loaded.vocab_size:
+    if getattr(processor, f"{modality}_token", None) is None:
+        return f"its {type(processor).__name__} has no placeholder for {_A[modality]}"
+    if modality == "video" and getattr(processor, "video_processor", None) is None:
+        return f"its {type(processor).__name__} reads none"
+    if token_id >= loaded.vocab_size:
         return f"its placeholder, token {token_id}, is not in the vocabulary"
     return ""
+
+
+_A: Mapping[Modality, str] = {"image": "an image", "video": "a video"}

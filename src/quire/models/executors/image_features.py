@@ -3,14 +3,15 @@
 A prompt holds placeholder tokens where an image's features go. An image is encoded once, when the
 first of its tokens is computed. Its features are kept for the chunks that follow, for another
 prompt with the same image and for a sequence that begins anew, up to a bound in bytes. How they get
-under the tokens is the model's own code, which is given them as ``mm_encoder_outputs``.
+under the tokens is the model's own code, which is given them as ``mm_encoder_outputs``. A video is
+an image of another modality: several frames, with an encoder and placeholders of its own.
 
 Some models count an image's tokens along several axes. Behind the last image the axes agree, and
 what is left is a shift.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal, TypeAlias, final
@@ -28,13 +29,18 @@ from quire.models.weight_placement import device_of
 # -- a prompt's images -----------------------------------------------------------------------------
 
 
+# What Transformers calls the kinds: a model has an encoder and a placeholder for each it takes.
+Modality: TypeAlias = Literal["image", "video"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptImage:
-    """One image, as the model's processor has made it."""
+    """One image or video, as the model's processor has made it."""
 
     content_id: str  # a hash of the inputs
-    inputs: Mapping[str, Tensor]  # what the encoder is called with: pixels, sizes, grids
+    inputs: Mapping[str, Tensor]  # what encoder and positions are made of: pixels, sizes, grids
     num_tokens: int  # placeholders
+    modality: Modality = "image"
 
     @property
     def num_values(self) -> int:
@@ -44,7 +50,7 @@ class PromptImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class PromptImages:
-    """The images of one prompt, in their order."""
+    """The images and videos of one prompt, in their order."""
 
     images: tuple[PromptImage, ...]
     token_ids: tuple[int, ...]  # of the whole prompt
@@ -67,11 +73,11 @@ class PromptImages:
         )
 
     def inputs(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return these inputs of all images, [n, …] one behind the other, if all have them."""
+        """Return these inputs of all images that have them, [n, …] one behind the other."""
         return {
-            name: torch.cat([image.inputs[name] for image in self.images])
+            name: torch.cat(parts)
             for name in names
-            if all(name in image.inputs for image in self.images)
+            if (parts := [each.inputs[name] for each in self.images if name in each.inputs])
         }
 
 
@@ -138,22 +144,27 @@ class EncodedImages(BaseModelOutputWithPooling):
 
 # -- a step's images -------------------------------------------------------------------------------
 
+Levels: TypeAlias = tuple[Tensor, ...]  # [placeholders, hidden] each
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkImages:
     """One chunk's part of them."""
 
-    levels: tuple[Tensor, ...]  # [placeholders in the chunk, hidden] each; () without any
+    levels: Mapping[Modality, Levels]  # of the placeholders in the chunk, where it has any
     positions: Tensor  # i64[axes, n]
     token_types: Mapping[str, Tensor]  # i64[end of the chunk]: masks are found by positions
+    embedded: Tensor | None  # [n, hidden], where ids would not say which tokens are placeholders
 
 
 @final
 class StepImages:
     """What a model is called with besides ids, for a step or for one of its chunks."""
 
-    def __init__(self, chunks: Sequence[ChunkImages], form: _Form | None, *, has_axes: bool):
-        self._chunks, self._form, self._has_axes = chunks, form, has_axes
+    def __init__(
+        self, chunks: Sequence[ChunkImages], forms: Mapping[Modality, _Form], *, has_axes: bool
+    ) -> None:
+        self._chunks, self._forms, self._has_axes = chunks, forms, has_axes
 
     def of_step(self) -> dict[str, Any]:
         """Return the arguments for all chunks in one row."""
@@ -169,19 +180,31 @@ class StepImages:
         given: dict[str, Any] = {}
         if self._has_axes:
             given["position_ids"] = torch.cat([own.positions for own in chunks], -1)[:, None]
-        several = [own.levels for own in chunks if own.levels]
-        levels = [torch.cat(each) for each in zip(*several, strict=True)]
-        if levels:
-            first, *deeper = levels
-            if self._form == "hidden":
-                encoded = EncodedImages(last_hidden_state=first)
-            else:
-                forms = {"rows": first, "images": first[None], "list": [first]}
-                encoded = EncodedImages(pooler_output=forms[self._form or "list"])
-            if deeper:
-                encoded.deepstack_features = [[rows] for rows in deeper]
-            given["mm_encoder_outputs"] = {"image": encoded}
+        embedded = [own.embedded for own in chunks if own.embedded is not None]
+        if embedded:
+            given |= {"input_ids": None, "inputs_embeds": torch.cat(embedded)[None]}
+        outputs: dict[str, EncodedImages] = {}
+        for modality, form in self._forms.items():
+            several = [own.levels[modality] for own in chunks if modality in own.levels]
+            if several:
+                levels = [torch.cat(each) for each in zip(*several, strict=True)]
+                outputs[modality] = _encoded(levels, form)
+        if outputs:
+            given["mm_encoder_outputs"] = outputs
         return given
+
+
+def _encoded(levels: Sequence[Tensor], form: _Form) -> EncodedImages:
+    """Return rows as an encoder would have returned them."""
+    first, *deeper = levels
+    if form == "hidden":
+        encoded = EncodedImages(last_hidden_state=first)
+    else:
+        forms = {"rows": first, "images": first[None], "list": [first]}
+        encoded = EncodedImages(pooler_output=forms[form])
+    if deeper:
+        encoded.deepstack_features = [[rows] for rows in deeper]
+    return encoded
 
 
 @final
@@ -191,8 +214,14 @@ class ImageEncoder:
     For the thread that steps.
     """
 
-    def __init__(self, model: PreTrainedModel, image_token_id: int, most_bytes: int) -> None:
-        self._model, self._token_id, self._most_bytes = model, image_token_id, most_bytes
+    def __init__(
+        self, model: PreTrainedModel, token_ids: Mapping[Modality, int], most_bytes: int
+    ) -> None:
+        self._model, self._token_ids, self._most_bytes = model, token_ids, most_bytes
+        self._encoders: dict[Modality, Callable[..., Any]] = {
+            modality: getattr(model.base_model, f"get_{modality}_features")
+            for modality in token_ids
+        }
         self._kept: OrderedDict[str, Features] = OrderedDict()  # the latest use last
         self.kept_bytes = 0
         self.num_encoded = 0  # images
@@ -226,6 +255,7 @@ class ImageEncoder:
         """Drop the features, and the model."""
         self._kept.clear()
         self.kept_bytes = 0
+        self._encoders.clear()
         del self._model
 
     def _of_step(
@@ -236,15 +266,21 @@ class ImageEncoder:
     ) -> StepImages | None:
         used: dict[str, Features] = {}
         taken = [
-            [] if own is None else self._taken(own, start, stop, used)
+            {} if own is None else self._taken(own, start, stop, used)
             for (start, stop), own in pairs
         ]
         if not used and not self.has_axes:
             return None
-        kind = next(iter(used.values()), None)
+        kinds = {
+            image.modality: used[image.content_id]
+            for _, own in pairs
+            for image in (own.images if own else ())
+            if image.content_id in used
+        }
+        by_hidden = any(kind.form == "hidden" for kind in kinds.values())
         parts: list[ChunkImages] = []
         begin = 0
-        for ((start, stop), own), levels in zip(pairs, taken, strict=True):
+        for ((start, stop), own), rows in zip(pairs, taken, strict=True):
             here = slice(begin, begin + stop - start)
             begin = here.stop
             own_positions = positions[here].expand(3, -1)
@@ -256,40 +292,62 @@ class ImageEncoder:
                     name: torch.from_numpy(_up_to(each, stop)).to(token_ids.device)
                     for name, each in own.token_types.items()
                 }
+            levels = {
+                modality: self._joined(rows.get(modality, []), token_ids[here], modality, kind)
+                for modality, kind in kinds.items()
+            }
             parts.append(
                 ChunkImages(
-                    levels=() if kind is None else self._joined(levels, token_ids[here], kind),
+                    levels={modality: own for modality, own in levels.items() if own},
                     positions=own_positions,
                     token_types=types,
+                    embedded=self._embedded(token_ids[here], rows) if by_hidden else None,
                 )
             )
-        return StepImages(parts, kind.form if kind else None, has_axes=self.has_axes)
+        forms = {modality: kind.form for modality, kind in kinds.items()}
+        return StepImages(parts, forms, has_axes=self.has_axes)
 
     def _joined(
-        self, taken: list[tuple[Tensor, ...]], token_ids: Tensor, kind: Features
-    ) -> tuple[Tensor, ...]:
+        self, taken: Sequence[Levels], token_ids: Tensor, modality: Modality, kind: Features
+    ) -> Levels:
         """Return rows for all placeholders of a chunk, whose images gave those in ``taken``.
 
         A placeholder behind which no image stands is a token like any other: a prompt without
         images may spell it, and a model may say it. It comes after the images of its prompt.
         """
         levels = [[rows[level] for rows in taken] for level in range(len(kind.levels))]
-        num_taken = sum(len(rows[0]) for rows in taken)
-        strays = int((token_ids == self._token_id).sum()) - num_taken
-        if strays:
-            placeholder = torch.tensor([self._token_id], device=token_ids.device)
-            row = self._model.get_input_embeddings()(placeholder)
-            levels[0].append(row.expand(strays, -1))
+        strays = self._strays(token_ids, modality, taken)
+        if len(strays) and kind.form != "hidden":
+            row = self._model.get_input_embeddings()(token_ids[strays[:1]])
+            levels[0].append(row.expand(len(strays), -1))
             for deeper in levels[1:]:
-                deeper.append(row.new_zeros(strays, row.shape[-1]))
+                deeper.append(row.new_zeros(len(strays), row.shape[-1]))
         return tuple(torch.cat(each) for each in levels if each)
+
+    def _strays(self, token_ids: Tensor, modality: Modality, taken: Sequence[Levels]) -> Tensor:
+        """Return which tokens of a chunk are placeholders behind which no image stands."""
+        places = (token_ids == self._token_ids[modality]).nonzero()[:, 0]
+        return places[sum(len(rows[0]) for rows in taken) :]
+
+    def _embedded(self, token_ids: Tensor, taken: Mapping[Modality, Sequence[Levels]]) -> Tensor:
+        """Return a chunk's embeddings [n, hidden], in which no stray placeholder is one.
+
+        A model that projects rows itself would project a stray's own embedding too. Without ids it
+        knows a placeholder by its embedding; a stray's is another one, by the last bit of one
+        number.
+        """
+        found: Tensor = self._model.get_input_embeddings()(token_ids).clone()
+        bits = found.view(torch.int32 if found.itemsize == 4 else torch.int16)
+        for modality in self._token_ids:
+            bits[self._strays(token_ids, modality, taken.get(modality, ())), 0] ^= 1
+        return found
 
     def _taken(
         self, own: PromptImages, start: int, stop: int, used: dict[str, Features]
-    ) -> list[tuple[Tensor, ...]]:
+    ) -> dict[Modality, list[Levels]]:
         """Return the rows of each image that the tokens [start, stop) of its prompt take."""
         first, last = np.searchsorted(own.places, (start, stop)).tolist()
-        taken: list[tuple[Tensor, ...]] = []
+        taken: dict[Modality, list[Levels]] = {}
         begin = 0
         for image in own.images:
             end = begin + image.num_tokens
@@ -297,7 +355,8 @@ class ImageEncoder:
                 if image.content_id not in used:
                     used[image.content_id] = self._features(image)
                 rows = slice(max(first, begin) - begin, min(last, end) - begin)
-                taken.append(tuple(level[rows] for level in used[image.content_id].levels))
+                levels = tuple(level[rows] for level in used[image.content_id].levels)
+                taken.setdefault(image.modality, []).append(levels)
             begin = end
         return taken
 
@@ -307,8 +366,10 @@ class ImageEncoder:
         if features is not None:
             self._kept.move_to_end(image.content_id)
             return features
-        given = as_model_takes(image.inputs, self._model)
-        encoded = self._model.base_model.get_image_features(**given, return_dict=True)
+        encode = self._encoders[image.modality]
+        names = signature(encode).parameters
+        own = {name: each for name, each in image.inputs.items() if name in names}
+        encoded = encode(**as_model_takes(own, self._model), return_dict=True)
         features = Features.of(encoded, image.num_tokens)
         self.num_encoded += 1
         self._kept[image.content_id] = features

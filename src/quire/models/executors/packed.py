@@ -99,6 +99,7 @@ class PackedModel:
             step.absorbed = absorbed
             step.gathered = self._gathered(step, absorbed)
             given: dict[str, Any] = {
+                "input_ids": token_ids[None],
                 "position_ids": positions[None],
                 self._cache_name: EngineCache(step, positions),
             }
@@ -109,7 +110,6 @@ class PackedModel:
                 looking = self._rows_apart.required(self._watch.version)
             with looking:
                 logits: Tensor = self._model(
-                    input_ids=token_ids[None],
                     use_cache=True,
                     logits_to_keep=logits_at,
                     quire_step=step,

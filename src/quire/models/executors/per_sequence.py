@@ -81,7 +81,7 @@ class PerSequenceModel:
             )
             both = EncoderDecoderCache(cache, source)
             return forward(self._model, kept, token_ids, **{self._cache_name: both})[wanted]
-        given: dict[str, Any] = {self._cache_name: cache}
+        given: dict[str, Any] = {"input_ids": token_ids[None], self._cache_name: cache}
         if "position_ids" in self._takes:
             given["position_ids"] = positions[None]
         if step.images is not None:
@@ -90,11 +90,7 @@ class PerSequenceModel:
         if keeps:
             given["logits_to_keep"] = wanted
         with step.in_states(number), hearing_hidden(self._model, step):
-            logits: Tensor = self._model(
-                input_ids=token_ids[None],
-                use_cache=True,
-                **given,
-            ).logits[0]
+            logits: Tensor = self._model(use_cache=True, **given).logits[0]
         return logits if keeps else logits[wanted]
 
 
