@@ -162,6 +162,8 @@ def test_the_server_takes_the_flags_of_compose_and_has_time_to_stop() -> None:
     assert "ARG PIP_EXTRA_INDEX_URL=" in dockerfile.read_text("utf-8")
     kept = [each.partition(":")[2] for each in service["volumes"]]
     assert f"VOLUME {kept[0]}" in dockerfile.read_text("utf-8")
+    (made,) = re.findall(r"install -d -o quire -m 0700 (.+)", dockerfile.read_text("utf-8"))
+    assert set(kept) <= set(made.split())  # else a new volume is root's
 
 
 @pytest.mark.skipif(

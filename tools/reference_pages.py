@@ -129,7 +129,7 @@ def values(option: Any) -> str:
     kinds = get_args(option.type) if isinstance(option.type, UnionType) else (option.type,)
     if option.metadata.get("flag_type") in (list[str] | None, str | None, str):
         names = {"list[str] | None": "text, repeated"}
-        told = "JSON" if "config" in option.name else "bytes"
+        told = "JSON" if "JSON" in option.metadata["help"] else "bytes"
         return names.get(str(option.metadata["flag_type"]), told)
     known = {bool: "switch", int: "whole number", float: "number", str: "text"}
     found = [
@@ -450,17 +450,17 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("bytes of a request's first line", "server/connections.py", "_MOST_LINE_BYTES"),
     ("pixels of all images of a request", "chat/picture_bounds.py", "MOST_PIXELS"),
     (
+        "… of all requests under way",
+        "server/admission_control.py",
+        "MOST_PIXELS_UNDER_WAY",
+    ),
+    (
         "how often an image's longer side has its shorter one",
         "chat/picture_bounds.py",
         "_MOST_OBLONG",
     ),
     ("files of one key that are fetched at once", "server/media_files.py", "_AT_ONCE"),
     ("redirects of an address", "server/media_files.py", "_MOST_REDIRECTS"),
-    (
-        "… of all requests under way",
-        "server/admission_control.py",
-        "MOST_PIXELS_UNDER_WAY",
-    ),
     ("seconds of a recording", "server/audio.py", "MOST_SECONDS"),
     ("channels of a recording", "server/audio.py", "_MOST_CHANNELS"),
     ("sequences that the memory page lists", "server/dashboard/snapshot.py", "_MOST_SEQUENCES"),

@@ -83,7 +83,7 @@ def _why_none() -> str:
     """Say why torch has no GPU at all."""
     if torch.version.cuda is None and torch.version.hip is None:
         return (
-            f"torch {torch.__version__} was built without CUDA: install one that has it "
+            f"torch {torch.__version__} was built without CUDA: for a GPU install one that has it "
             f"(https://pytorch.org/get-started)"
         )
     try:

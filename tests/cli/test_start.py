@@ -48,6 +48,20 @@ def several(*commands: list[str], **environment: str) -> list[tuple[int, str, li
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
+def test_a_command_that_lacks_torch_says_where_to_get_it(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "raise ImportError('libcudart.so.13: no such file', name='torch._C')"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    lacking, without = several(["doctor"], ["plan", "Qwen3-4B", "--device", "l4"], PYTHONPATH=path)
+    assert lacking[:2] == (
+        1,
+        "error: torch cannot be imported (libcudart.so.13: no such file): install its build for "
+        "this machine, as https://pytorch.org/get-started/locally/ shows",
+    )
+    assert without[0] == 0
+
+
 @pytest.fixture
 def taken_port() -> Iterator[str]:
     with socket.socket() as taken:

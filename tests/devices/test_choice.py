@@ -64,7 +64,7 @@ def test_a_gpu_whose_memory_cannot_be_mapped_is_refused_or_left_alone(
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        (None, "was built without CUDA: install one that has it"),
+        (None, "was built without CUDA: for a GPU install one that has it"),
         ("12.8", r"CUDA does not start \(The NVIDIA driver on your system is too old"),
     ],
 )

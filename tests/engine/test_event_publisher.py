@@ -284,7 +284,7 @@ def test_an_address_in_use_is_an_error() -> None:
 
 def test_without_pyzmq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigError, match=r"pip install quire-kv\[events\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'quire-kv\[events\]'"):
         EventPublisher(KVEventsConfig(**HERE)).open()
 
 

@@ -142,7 +142,7 @@ class TestMooncakeTier:
 class TestAddress:
     def test_the_package_may_be_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("quire.tiers.mooncake.find_spec", lambda _: None)
-        with pytest.raises(ConfigError, match=r"pip install quire-kv\[mooncake\]"):
+        with pytest.raises(ConfigError, match=r"pip install 'quire-kv\[mooncake\]'"):
             self.opened("mooncake://master?host=here")
 
     @pytest.mark.parametrize(

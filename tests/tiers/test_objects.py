@@ -191,7 +191,7 @@ class TestAddress:
 
     def test_the_package_may_be_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("quire.tiers.objects.find_spec", lambda _: None)
-        with pytest.raises(ConfigError, match=r"pip install quire-kv\[objects\]"):
+        with pytest.raises(ConfigError, match=r"pip install 'quire-kv\[objects\]'"):
             open_objects(TierAddress.parse("s3://bucket"), RECORD_BYTES, NAMESPACE)
 
     def test_kinds(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,15 @@ def _run(named: list[str]) -> None:
     except QuireError as error:
         _say(str(error))
         code = 1
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        # The one dependency whose build a user chooses.
+        _say(
+            f"torch cannot be imported ({error}): install its build for this machine, as "
+            "https://pytorch.org/get-started/locally/ shows"
+        )
+        code = 1
     except KeyboardInterrupt:  # during an import; typer handles it everywhere else
         code = 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of standard output has gone

@@ -168,8 +168,8 @@ def simulate(  # noqa: PLR0913 - each is a flag
         float,
         in_panel(
             "Machine",
-            "How unevenly tokens choose the experts of a mixture: 0, all alike; else the n-th in "
-            "proportion to n to the power of minus this.",
+            "How unevenly tokens choose the experts of a mixture. 0: all experts alike; S: the "
+            "n-th in proportion to n to the power of -S.",
         ),
     ] = 0.0,
     tp: Annotated[int, in_panel("Machine", "Devices per replica (tensor parallelism).")] = 1,

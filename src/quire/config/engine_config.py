@@ -248,8 +248,8 @@ class EngineConfig:
     )
     kv_tier_trusted: bool = option(
         False,
-        "Use shared tiers without --kv-tier-key. Who can write to them then chooses this server's "
-        "answers.",
+        "Use shared tiers without --kv-tier-key. Any program that can write to them then chooses "
+        "this server's answers.",
         panel=TIERS_PANEL,
     )
     kv_tier_write: Literal["auto", "always", "never"] = option(
@@ -294,9 +294,9 @@ class EngineConfig:
     )
     memory_mode: Literal["shared", "dedicated"] = option(
         "shared",
-        "Headroom that is left to other programs, of the tightest memory limit: shared leaves "
-        "max(min(4GiB, 1/4), 15 %), dedicated max(2 %, min(512MiB, 1/4)); or half of what a "
-        "budget in bytes leaves, if that is less.",
+        "Headroom for other programs, as a part of the tightest memory limit: shared leaves 15 %, "
+        "but at least min(4GiB, 1/4), dedicated 2 %, but at least min(512MiB, 1/4). Beside a "
+        "budget in bytes it is at most half of what that leaves.",
         panel=ADVANCED,
     )
     residency: Literal["on-demand", "prefault", "lock"] = option(

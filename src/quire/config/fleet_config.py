@@ -32,7 +32,7 @@ class FleetConfig:
     min_replicas: int | None = option(
         None,
         "Fewest replicas that the fleet shrinks to while there is little to do. Default: "
-        "--replicas, which is never left.",
+        "--replicas, so that it does not shrink.",
         panel=_PANEL,
     )
     max_replicas: int | None = option(
@@ -51,7 +51,7 @@ class FleetConfig:
     )
     placement: Literal["exact", "least-loaded", "dynamo"] = option(
         "exact",
-        "Who gets a request: exact (the replica that answers first, by what each one's prefix "
+        "Replica that gets a request: exact (the one that answers first, by what each one's prefix "
         "cache holds and what waits there), least-loaded (the one with the fewest requests), or "
         "dynamo (as Dynamo's SelectionService says; needs ai-dynamo).",
         panel=_PANEL,

@@ -96,7 +96,7 @@ class EventPublisher:
         except ImportError as error:
             raise ConfigError(
                 f"kv_events_config: events are published with pyzmq ({error}): "
-                "pip install quire-kv[events]"
+                "pip install 'quire-kv[events]'"
             ) from error
         config = self._config
         key = config.name_key

@@ -81,8 +81,8 @@ def make_offloading(
             is_shared = tier.traits.is_shared
             if is_shared and seal is None and not config.kv_tier_trusted:
                 raise ConfigError(
-                    f"kv_tier={address} is shared: who can write to it would choose this "
-                    f"engine's answers: set kv_tier_key to a file with a secret key, or "
+                    f"kv_tier={address} is shared: a program that can write to it would choose "
+                    f"this engine's answers: set kv_tier_key to a file with a secret key, or "
                     f"kv_tier_trusted if only trusted engines can reach it"
                 )
             is_sealed = is_shared and seal is not None

@@ -129,8 +129,8 @@ FLEET_FAMILIES = (
         "requests_total",
         "requests",
         "Requests that a replica was sent, by how they ended there: a finish_reason; refused: it "
-        "was passed over; lost: the replica, or what it did for the request, was; left: the client "
-        "has gone; wrong: it can never run there.",
+        "was passed over; lost: the replica was lost, or its work for the request; left: the "
+        "client has gone; wrong: it can never run there.",
         _outcomes,
         "replica",
         "outcome",
@@ -179,9 +179,9 @@ FLEET_FAMILIES = (
         "counter",
         "prefilled_prompts_total",
         "prompts",
-        "Prompts, where there are prefill replicas, by who computed them: apart: a prefill "
-        "replica, for the one that went on; here: the one that answered; failed: it, since the "
-        "prefill replica left nothing.",
+        "Prompts of a fleet with prefill replicas, by what computed them. apart: a prefill "
+        "replica; here: the replica that answered; failed: that replica too, since what a prefill "
+        "replica computed did not come.",
         lambda fleet: {(what,): count for what, count in fleet.num_prefilled.items()},
         "outcome",
     ),

@@ -39,5 +39,5 @@ class FleetStatus(msgspec.Struct, kw_only=True):
     model: str  # the name for clients
     chats: bool  # it takes messages
     num_resumed_streams: int
-    prefilled_prompts: dict[str, int]  # by who computed them: apart, here, failed
+    prefilled_prompts: dict[str, int]  # by what computed them: apart, here, failed
     replicas: list[ReplicaStatus]

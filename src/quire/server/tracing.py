@@ -1,4 +1,4 @@
-"""A span for each request, sent to an OpenTelemetry collector: ``pip install quire-kv[otel]``.
+"""A span for each request, sent to an OpenTelemetry collector: ``pip install 'quire-kv[otel]'``.
 
 Names are those of the gen_ai conventions, as in vLLM. A span says how long a request took and how
 many tokens it had, and nothing of what they were.

@@ -48,7 +48,7 @@ def open_mooncake(address: TierAddress, record_bytes: int, namespace: str) -> "M
     where = f"kv_tier={address}"
     if find_spec("mooncake") is None:
         raise ConfigError(
-            f"{where} needs Mooncake's client: pip install quire-kv[mooncake], or beside CUDA "
+            f"{where} needs Mooncake's client: pip install 'quire-kv[mooncake]', or beside CUDA "
             f"mooncake-transfer-engine"
         )
     address.require_known(*_OPTIONS)

@@ -53,7 +53,7 @@ def open_objects(address: TierAddress, record_bytes: int, namespace: str) -> "Ob
     """
     where = f"kv_tier={address}"
     if find_spec("obstore") is None:
-        raise ConfigError(f"{where} needs the package obstore: pip install quire-kv[objects]")
+        raise ConfigError(f"{where} needs the package obstore: pip install 'quire-kv[objects]'")
     for name in ("age", "size"):
         if name in address.options:
             raise ConfigError(

@@ -339,7 +339,7 @@ class KeyedSeal:
         """``key``: at least 32 bytes. Raises: ConfigError without the package ``cryptography``."""
         if find_spec("cryptography") is None:
             raise ConfigError(
-                "kv_tier_key needs the package cryptography: pip install quire-kv[tiers]"
+                "kv_tier_key needs the package cryptography: pip install 'quire-kv[tiers]'"
             )
         if len(key) < _KEY_BYTES:
             raise ConfigError(f"kv_tier_key has {len(key)} bytes: it needs at least {_KEY_BYTES}")

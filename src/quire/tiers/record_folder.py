@@ -616,8 +616,8 @@ def _make_own(path: Path) -> None:
     if found.st_mode & 0o022:
         raise ConfigError(
             f"kv_tier=file:{path}: other users may write there (mode "
-            f"{stat.S_IMODE(found.st_mode):04o}), and who writes records chooses answers: chmod "
-            f"700 it, or name a folder below it, which is made with that mode"
+            f"{stat.S_IMODE(found.st_mode):04o}), and a program that writes records chooses "
+            f"answers: chmod 700 it, or name a folder below it, which is made with that mode"
         )
     if found.st_uid not in (0, os.geteuid()):
         raise ConfigError(
