@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from quire.fleet.door_connection import Offer
     from quire.fleet.replica import LocalReplica, ReplicaFacts, ReplicaReport
     from quire.fleet.shared_stream import Outbox
+    from quire.server.metrics.family import Figures
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ _SCALE_S = 1.0  # between two reports for scaling
 _UPSCALE_DELAY_S = 5.0
 _LOOK_BACK_S = 5.0
 _UNLISTED_S = 2.0  # before a replica that Serve's router lists no longer counts as gone
-_MORE_CALLS = 64  # at a time, beside requests
+_MOST_CALLS = 256  # at a time, at a replica: two that last for each door, and short ones
 _MOST_REQUESTS = 100_000  # at one door
 _OBJECT_STORE_BYTES = 100 * 2**20  # Ray's, for calls that are large
 
@@ -176,13 +177,12 @@ def replicas(
     ``generation`` has Serve replace the replicas that there are. ``places``: where prefill replicas
     give blocks away; ``are_prefill``: they are these. Raises: ConfigError.
     """
-    fleet, own = plan.fleet, plan.engine_config()
-    grace_s = plan.graceful_shutdown_s
-    num_requests = own.max_num_seqs + plan.server_config().max_num_queued_reqs
+    fleet, grace_s = plan.fleet, plan.graceful_shutdown_s
     threads = str(max(1, int(num_cpus)))
     options: dict[str, Any] = {
         "name": PREFILL if are_prefill else REPLICA,
-        "max_ongoing_requests": num_requests + _MORE_CALLS,
+        # Requests are no calls of Serve's: they travel on the doors' own connections.
+        "max_ongoing_requests": _MOST_CALLS,
         "graceful_shutdown_timeout_s": grace_s,
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_period_s": min(2.0, fleet.health_check_timeout),
@@ -351,6 +351,10 @@ class ServedReplica:
         """End these requests, or all (None)."""
         await self._here(to).abort(request_ids)
 
+    async def figures(self, *, to: str, roll: Roll | None = None) -> "Mapping[str, Figures]":
+        """Return the figures of the engine's metrics."""
+        return await self._here(to).figures()
+
     async def begin_drain(self, *, to: str, roll: Roll | None = None) -> None:
         """Let no new request in."""
         await self._here(to).begin_drain()
@@ -502,6 +506,14 @@ class RayReplica:
         report, self._fresh = self._fresh, None
         assert report is not None
         return report if self._is_listed else replace(report, takes_requests=False)
+
+    async def figures(self) -> "Mapping[str, Figures]":
+        from quire.fleet.replica import ReplicaLost
+
+        if not self._is_listed:
+            raise ReplicaLost(f"replica {self._name} is not on Serve's list at present")
+        figures: Mapping[str, Figures] = await self._calls.call("figures")
+        return figures
 
     async def begin_drain(self) -> None:
         if self._is_listed:
