@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fleet.told import CLEARED, FULL, KEY, Prompt, groups_of, on_the_wire
@@ -131,7 +131,18 @@ DOING = st.tuples(
 )
 
 
+# A block is told before the one that it follows, and in another medium.
+OUT_OF_ORDER = [("store", "b", 0, 1, 1, 0, "STORAGE"), ("store", "b", 0, 0, 1, 0, "GPU")]
+
+
 @settings(max_examples=150, deadline=None)
+@example(
+    model="full",
+    size=2,
+    shares=True,
+    prompts=[Prompt((0, 0, 0, 0), NO_KEYS)] * 4,
+    done=[OUT_OF_ORDER],
+)
 @given(
     model=st.sampled_from(sorted(MODELS)),
     size=st.sampled_from([2, 3]),
