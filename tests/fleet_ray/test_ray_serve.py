@@ -260,3 +260,34 @@ def test_a_connection_that_cannot_be_had_is_the_loss_of_the_replica() -> None:
         await replica.close()
 
     asyncio.run(asyncio.wait_for(ask(), 10))
+
+
+def test_a_connection_that_breaks_is_made_again() -> None:
+    """A firewall ends it, and both ends live on."""
+    there = Scripted()
+    handle = Handle(watch=Call([REPORT, REPORT, REPORT]), connect=Connecting(there))
+
+    async def ask() -> None:
+        replica = RayReplica("a", handle, Roll())
+        assert await replica.report() == REPORT
+        stream = replica.generate(REQUEST, request_id="x")
+        there.put("x", PIECE)
+        assert await anext(stream) == PIECE
+        connection = replica._inbox._remote._connection  # type: ignore[attr-defined]
+        connection.close()
+        with pytest.raises(ReplicaLost, match="its connection has ended"):
+            await anext(stream)
+        while not there.left:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ReplicaLost, match="its connection has ended"):
+            await replica.report()
+        replica.listed = False  # so that there is a new report
+        replica.listed = True
+        assert await replica.report() == REPORT
+        again = replica.generate(REQUEST, request_id="y")
+        there.put("y", PIECE)
+        assert await anext(again) == PIECE
+        await again.aclose()
+        await replica.close()
+
+    asyncio.run(asyncio.wait_for(ask(), 10))

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from quire.engine.sequence import Request
     from quire.fleet.door_connection import Offer
     from quire.fleet.replica import LocalReplica, ReplicaFacts, ReplicaReport
-    from quire.fleet.shared_stream import Outbox
+    from quire.fleet.shared_stream import Inbox, Outbox
     from quire.server.metrics.family import Figures
 
 log = logging.getLogger(__name__)
@@ -461,15 +461,13 @@ class RayCalls:
 class RayReplica:
     """A replica of Serve's, as a handle of the fleet's. It belongs to the door's event loop.
 
-    While it is not ``listed`` by Serve's router, it takes no new requests.
+    While it is not ``listed`` by Serve's router, it takes no new requests. A connection that ends
+    is the loss of what was under way; another one is made, since the replica may live on.
     """
 
     def __init__(self, name: str, handle: Any, roll: Roll) -> None:
-        from quire.fleet.door_connection import ConnectedOutbox
-        from quire.fleet.shared_stream import Inbox
-
         self._name, self._calls = name, RayCalls(name, handle, roll)
-        self._inbox = Inbox(name, ConnectedOutbox(name, partial(self._calls.stream, "connect")))
+        self._inbox = self._connected()
         self._last: ReplicaReport | None = None
         self._fresh: ReplicaReport | None = None  # that has not been asked for
         self._lost: QuireError | None = None
@@ -497,15 +495,39 @@ class RayReplica:
             await self._calls.call("abort", None if request_ids is None else list(request_ids))
 
     async def report(self) -> "ReplicaReport":
-        """Return a report that has come since the last call, or wait for one."""
+        """Return a report that has come since the last call, or wait for one.
+
+        After the loss of the connection, which is told once, there is none without another one.
+        """
+        await self._until_open()
         while self._fresh is None and self._lost is None:
             self._told.clear()
             await self._told.wait()
-        if (lost := self._lost or self._inbox.lost) is not None:
-            raise lost
+        if self._lost is not None:
+            raise self._lost
+        await self._until_open()
         report, self._fresh = self._fresh, None
         assert report is not None
         return report if self._is_listed else replace(report, takes_requests=False)
+
+    async def _until_open(self) -> None:
+        """Wait for the connection. Raises: why there is none, and begins to make another one, but
+        to a replica that is on its way out.
+        """
+        try:
+            await self._inbox.opened()
+        except Exception:
+            if self._is_listed:
+                broken, self._inbox = self._inbox, self._connected()
+                await broken.close()
+            raise
+
+    def _connected(self) -> "Inbox":
+        from quire.fleet.door_connection import ConnectedOutbox
+        from quire.fleet.shared_stream import Inbox
+
+        offered = partial(self._calls.stream, "connect")
+        return Inbox(self._name, ConnectedOutbox(self._name, offered))
 
     async def figures(self) -> "Mapping[str, Figures]":
         from quire.fleet.replica import ReplicaLost
