@@ -16,8 +16,10 @@ pytestmark = pytest.mark.ray
 # In a process of its own, whose logging and signals Ray may change.
 SERVED = """
 import sys
+import time
 
 import httpx
+import psutil
 import yaml
 
 from quire.config import prepare_own_ray
@@ -52,6 +54,17 @@ try:
     print(whole.status_code, whole.json()["usage"]["completion_tokens"])
     streamed = httpx.post(url, json={**body, "stream": True}, timeout=60, trust_env=False)
     print(streamed.status_code, streamed.text.strip().splitlines()[-1])
+    started = psutil.Process().children(recursive=True)
+    (door,) = (each for each in started if "ServeReplica:quire:Door" in " ".join(each.cmdline()))
+    door.kill()  # Serve puts another one in its place, which finds the replica
+    door.wait(10)
+    end_s = time.monotonic() + 90
+    while time.monotonic() < end_s:
+        again = httpx.post(url, json=body, timeout=60, trust_env=False)
+        if again.status_code == 200:
+            break
+        time.sleep(0.5)
+    print(again.status_code, again.json()["choices"] == whole.json()["choices"])
 finally:
     serve.shutdown()
     ray.shutdown()
@@ -81,4 +94,4 @@ def test_the_printed_file_is_served(tmp_path: Path) -> None:
         check=False,
     )
     said = done.stdout.splitlines()  # with what Ray says of its own end
-    assert said[:2] == ["200 8", "200 data: [DONE]"], done.stderr
+    assert said[:3] == ["200 8", "200 data: [DONE]", "200 True"], done.stderr
