@@ -17,10 +17,11 @@ from quire import SamplingParams
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
 from quire.errors import RequestError
-from quire.fleet import ray_serve
 from quire.fleet.door_connection import DoorListener
 from quire.fleet.placement import Load
-from quire.fleet.ray_serve import ChosenReplica, RayReplica, RayReplicas, Roll
+from quire.fleet.ray_serve import ray_replica
+from quire.fleet.ray_serve.ray_replica import RayReplica, RayReplicas
+from quire.fleet.ray_serve.serve_policies import ChosenReplica, Roll
 from quire.fleet.replica import ReplicaLost, ReplicaRefused, ReplicaReport
 from quire.fleet.shared_stream import Outbox
 
@@ -128,7 +129,7 @@ def test_the_roll_is_told_here_and_empty_elsewhere() -> None:
 
 
 def test_replicas_join_and_leave_as_the_list_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_serve, "_UNLISTED_S", 0.05)
+    monkeypatch.setattr(ray_replica, "_UNLISTED_S", 0.05)
 
     async def follow() -> list[str]:
         said: list[str] = []
