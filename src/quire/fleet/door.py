@@ -16,8 +16,9 @@ from quire.config import FleetConfig, ServerConfig
 from quire.errors import QuireError, one_line
 from quire.fleet.dynamo_placement import DynamoPlacement
 from quire.fleet.event_follower import ZmqFollower
-from quire.fleet.fleet_engine import EventFollower, FleetEngine
+from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.fleet_figures import figures_of, fleet_operation
+from quire.fleet.members import EventFollower
 from quire.fleet.placement import LeastLoaded, Placement, PrefixAware
 from quire.fleet.prefix_directory import PrefixDirectory
 from quire.fleet.replica import ReplicaFacts, ReplicaHandle

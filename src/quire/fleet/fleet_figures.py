@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Final, TypeAlias, final
 
 from quire.errors import one_line
-from quire.fleet.fleet_engine import FleetEngine, Member
+from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.fleet_status import FleetStatus, ReplicaLoad, ReplicaStatus
+from quire.fleet.members import Member
 from quire.fleet.placement import Load
 from quire.fleet.replica import ReplicaReport
 from quire.kv.prefix_index import Medium
