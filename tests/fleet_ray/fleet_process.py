@@ -73,13 +73,13 @@ class FleetProcess:
         time.sleep(0.1)
         return max(used, key=lambda each: each.cpu_times().user - used[each])
 
-    def end(self, asked: signal.Signals | None = None, *, within_s: float = 10) -> int:
-        """Its exit code, once it has ended; no process of its Ray is left soon after."""
+    def end(self, asked: signal.Signals | None = None) -> int:
+        """Its exit code, once it has ended; no process of its Ray is left then."""
         self.processes("")
         if asked is not None:
             self.child.send_signal(asked)
         code = self.child.wait(MOST_S)
-        _, left = psutil.wait_procs(list(self._known.values()), timeout=within_s)
+        _, left = psutil.wait_procs(list(self._known.values()), timeout=10)
         assert not left, [" ".join(each.cmdline()) for each in left]
         return code
 
