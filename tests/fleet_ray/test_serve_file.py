@@ -17,6 +17,7 @@ pytestmark = pytest.mark.ray
 SERVED = """
 import sys
 import time
+from importlib import import_module
 
 import httpx
 import psutil
@@ -27,8 +28,6 @@ from quire.config import prepare_own_ray
 prepare_own_ray()
 import ray
 from ray import serve
-
-from quire.fleet.ray_serve import build
 
 config = yaml.safe_load(open(sys.argv[1]))
 ray.init(
@@ -41,7 +40,8 @@ ray.init(
 try:
     serve.start(proxy_location=config["proxy_location"], http_options=config["http_options"])
     (application,) = config["applications"]
-    assert application["import_path"] == f"{build.__module__}:{build.__name__}"
+    module, name = application["import_path"].split(":")
+    build = getattr(import_module(module), name)
     serve.run(
         build(application["args"]),
         name=application["name"],
