@@ -295,6 +295,26 @@ def test_one_long_event_is_bounded_too() -> None:
     assert directory.num_blocks("liar") <= 64
 
 
+def test_replicas_are_told_apart_after_one_has_gone() -> None:
+    prompt = Prompt(tuple(range(8)), NO_KEYS)
+    directory = PrefixDirectory(groups_of(FULL), 4, key=KEY)
+    hashes = directory.hashes(prompt.token_ids, prompt.keys)
+
+    def has(replica: str, num: int) -> None:
+        told = prompt.stored(4, range(num), 0, "GPU")
+        directory.apply(replica, on_the_wire(groups_of(FULL), 4, told))
+
+    has("a", 1)
+    has("b", 2)
+    assert directory.find(hashes, ["a", "b"]) == {"a": {"GPU": 1}, "b": {"GPU": 2}}
+    assert directory.find(hashes, ["b", "a"]) == {"a": {"GPU": 1}, "b": {"GPU": 2}}
+    directory.forget("a")
+    has("c", 1)  # whose bit was a's
+    assert directory.find(hashes, ["b", "a"]) == {"b": {"GPU": 2}}
+    assert directory.find(hashes, ["c", "b"]) == {"c": {"GPU": 1}, "b": {"GPU": 2}}
+    assert directory.find(hashes, []) == {}
+
+
 def test_memory_is_used_again() -> None:
     directory = PrefixDirectory(GROUPS, 2)
     sizes = []

@@ -60,7 +60,7 @@ try:
     door.wait(10)
     end_s = time.monotonic() + 90
     while time.monotonic() < end_s:
-        again = httpx.post(url, json=body, timeout=60, trust_env=False)
+        again = httpx.post(url, json=body, timeout=90, trust_env=False)  # the proxy waits for it
         if again.status_code == 200:
             break
         time.sleep(0.5)
@@ -90,7 +90,7 @@ def test_the_printed_file_is_served(tmp_path: Path) -> None:
         [sys.executable, "-c", SERVED, str(file)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=240,
         check=False,
     )
     # Beside what Ray says of the door that has died, and of its own end.

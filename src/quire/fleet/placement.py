@@ -147,7 +147,7 @@ class Loads:
         self.mean_run_s = 0.0  # that requests take, from their choice to their end
         self._clock = clock
         self._standings: dict[str, _Standing] = {}
-        self._asked: tuple[str, ...] = ()  # the replicas of the last choice …
+        self._asked: tuple[str, ...] | None = None  # the replicas of the last choice …
         self._columns: Numbers = np.zeros(0, np.int64)  # … and theirs
         self._table = np.zeros((_NUM_ROWS, 8))
         self._free = list(reversed(range(8)))  # columns
@@ -217,7 +217,7 @@ class Loads:
         standing = self._standings.pop(replica, None)
         if standing is not None:
             self._free.append(standing.column)
-            self._asked = ()
+            self._asked = None
 
     def _standing(self, replica: str) -> _Standing:
         standing = self._standings.get(replica)

@@ -116,7 +116,7 @@ class PrefixDirectory:
         self._lock = threading.Lock()
         self._holders: dict[str, _Holder] = {}
         self._stores: dict[str, _Holder] = {}
-        self._asked: tuple[str, ...] = ()  # the replicas that were asked for last …
+        self._asked: tuple[str, ...] | None = None  # the replicas that were asked for last …
         self._places: Numbers = np.zeros(0, np.int64)  # … the places of their bits …
         self._asked_bits = _NONE  # … and these
         self._free_bits = [np.uint64(1 << n) for n in reversed(range(MAX_REPLICAS))]
@@ -320,7 +320,7 @@ class PrefixDirectory:
         """Forget all that a replica has told of itself, and the replica."""
         with self._lock:
             if (holder := self._holders.pop(replica, None)) is not None:
-                self._asked = ()
+                self._asked = None
                 self._take_away(holder, *holder.names.items(), _everywhere)
                 self._free_bits.append(holder.bit)
                 if holder.store is not None:
