@@ -1,6 +1,6 @@
 """The 0.45 B model that engines are compared on: random weights, and a tokenizer that all can read.
 
-    python -m benchmarks.engine.model FOLDER        # or FOLDER 4: with so many layers, in place of 28
+    python -m benchmarks.engine.model FOLDER     # FOLDER 4: with so many layers, in place of 28
 
 It has Qwen3's form, which every engine knows. The tokenizer is trained on Python's own library; no
 token of it means anything, but engines that only take text need one. What some engines look for

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import LlamaConfig
 
 from conformance.tier_cases import soon
+from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.tiers.files import FileTier
 from quire.tiers.fingerprint import Fingerprint
@@ -21,6 +23,7 @@ from quire.tiers.record import Checksums, KeyedSeal, RecordHeader, Seal, read_he
 from quire.tiers.record_folder import list_records
 from tiers.faulty import BYTE_FAULTS, FaultyTier
 from tiers.records import BLOCK_SIZE, PARTS, chain_of_blocks, right_record, small_format
+from tiny import VOCAB, random_model
 
 FINGERPRINT = Fingerprint.of({"model": "tiny [red]", "dtype": "bfloat16", "layers": [1, 2]})
 BLOCKS = chain_of_blocks(5)
@@ -280,7 +283,9 @@ def test_a_chain_is_exported_with_its_tokens_and_bytes(
         of = small_format(Checksums(), fingerprint=FINGERPRINT.digest)
         _, record = right_record(of, BLOCKS[2])
         first = found.get_tensor("block.00002.group.0.layer.0")
-        assert (str(first.dtype), tuple(first.shape)) == ("torch.bfloat16", PARTS[0].shape)
+        assert (str(first.dtype), tuple(first.shape)) == ("torch.bfloat16", (2, 32))
+        second = found.get_tensor("block.00002.group.0.layer.1")
+        assert (str(second.dtype), tuple(second.shape)) == ("torch.uint8", (96,))  # with scales
         raw = b"".join(
             found.get_tensor(f"block.00002.group.0.layer.{layer}").view(torch.uint8).numpy()
             for layer in (0, 1)
@@ -322,3 +327,27 @@ def test_what_a_folder_says_of_itself_does_not_steer_a_terminal(
     assert r"dtype \u009b31m\u007f" in line
     assert r"weights \u001b]0;m\u001b[2J\nnone" in line
     assert len(line) < 300
+
+
+@pytest.mark.parametrize("cache_name", ["paged", "virtual"])
+def test_what_an_engine_has_stored_is_exported_in_rows(
+    cache: Cache, path: Path, tmp_path: Path, cache_name: str
+) -> None:
+    """Heads of twice as many numbers as a block has tokens: keys times values are as many bytes."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, vocab_size=VOCAB, max_position_embeddings=64,
+    )  # fmt: skip
+    prompt, options = list(range(17)), dict(cache=cache_name, max_model_len=64)
+    options |= dict(kv_cache_memory_bytes="1MiB", kv_tier=(f"file:{path}",), block_size=16)
+    with LLM(random_model(config), **options, kv_tier_write="always") as llm:
+        llm.generate([prompt], SamplingParams(max_tokens=1))
+    (record,) = path.rglob("?" * 64)
+    out_file = tmp_path / "prompt.safetensors"
+    assert cache("export", path, record.name, out_file)[0] == 0
+    with safe_open(out_file, "np") as found:
+        (name,) = found.keys()
+        tensor = found.get_tensor(name)
+        assert json.loads(found.metadata()["token_ids"]) == prompt[:16]
+    assert tensor.dtype == np.float32
+    assert tensor.shape == ((2, 1024) if cache_name == "paged" else (16, 128))

@@ -78,6 +78,7 @@ def test_an_endpoint_is_bound_here_or_connected_to(
         ({"buffer_steps": -1}, "buffer_steps=-1 must be from 0 to"),
         ({"topic": 7}, "topic=7 must be a text of up to 1024 bytes"),
         ({"topic": "ß" * 600}, "must be a text of up to 1024 bytes"),
+        ({"topic": "\ud800"}, "must be a text of up to 1024 bytes"),
         ({"endpoint": "127.0.0.1:5557"}, "endpoint='127.0.0.1:5557' must be tcp://HOST:PORT"),
         ({"endpoint": "tcp://*"}, "endpoint='tcp://*' must be tcp://HOST:PORT"),
         ({"endpoint": "tcp://*:70000"}, "with a port up to 65,535"),

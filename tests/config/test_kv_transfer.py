@@ -73,6 +73,7 @@ def test_roles() -> None:
         (own(listen="here"), "listen: 'here' is no address"),
         (own(lease_s=0), "lease_s=0 must be above 0"),
         (own(lease_s=True), "lease_s"),
+        (own(lease_s=10**400), "lease_s=1000"),  # more than a float holds
         (own(wait_s=-1), "wait_s=-1 must be from 0 to 3600 seconds"),
         (own(wait_s=float("nan")), "wait_s=nan"),
         (own(wait_s="9"), "wait_s='9'"),
@@ -89,6 +90,16 @@ def test_roles() -> None:
                 "kv_connector_extra_config": {
                     "cpu_bytes_to_use": 1,
                     "secondary_tiers": [{"type": "s3", "bucket": "b"}],
+                },
+            },
+            "is refused",
+        ),
+        (
+            {
+                **VLLMS,
+                "kv_connector_extra_config": {
+                    "cpu_bytes_to_use": 1,
+                    "secondary_tiers": [{"type": "fs", "root_dir": "/a\ud800"}],
                 },
             },
             "is refused",

@@ -201,6 +201,17 @@ def test_a_bad_record_ends_a_run_and_is_to_be_stored_again() -> None:
     assert own.staging.free_bytes == own.staging.capacity_bytes - 2 * PLAIN.num_bytes
 
 
+def test_a_record_of_another_length_is_to_be_stored_again() -> None:
+    """A tier finds what was cut and does not load it: without a new one that goes on for ever."""
+    own = Loading()
+    own.load(job := own.job())
+    assert (job.end, job.lacking) == (4, [])
+    load = own.tier._tier.load
+    own.tier._tier.load = lambda names, into, deadline: load(names[:2], into[:2], deadline)
+    own.load(job := own.job())
+    assert (job.end, job.lacking) == (2, [own.blocks[2]])
+
+
 def test_what_there_was_no_time_to_find_is_not_said_to_be_lacking() -> None:
     """It would be stored again for nothing."""
     own = Loading()
@@ -690,6 +701,37 @@ def test_a_tier_is_not_asked_that_will_not_answer_nor_without_staging_memory() -
     own.tier.is_suspect = True
     assert not carrier.load(own.job(), 10)
     assert not carrier.work()
+
+
+def test_while_a_load_hangs_no_other_prompt_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that is gone keeps no deadline. Its thread hangs, and no breaker hears of it."""
+    own = Loading()
+    carrier, hold, begun = carrier_of(own.tier), threading.Event(), threading.Event()
+
+    def find(names: list[bytes], deadline: Deadline) -> int:
+        begun.set()
+        hold.wait(20)
+        return 0
+
+    monkeypatch.setattr(own.tier._tier, "find", find)
+    carrier.start()
+    jobs = [own.job() for _ in range(3)]
+    assert carrier.load(jobs[0], 10)
+    assert begun.wait(10)
+    assert carrier.load(jobs[1], 10), "its time is not over"
+    monkeypatch.setattr("quire.engine.offloading.carrier._OVERDUE_S", -20.0)  # now it is
+    assert not carrier.load(jobs[2], 10)
+    assert not carrier.load(jobs[2], 10)
+    assert caplog.text.count("a load hangs") == 1
+    hold.set()
+    done = list[LoadJob]()
+    while len(done) < 2:
+        carrier.wait(10)
+        done += carrier.loaded()
+    assert carrier.load(jobs[2], 10)
+    carrier.close()
 
 
 def test_a_tier_that_takes_nothing_costs_no_staging_memory(

@@ -160,6 +160,7 @@ def test_a_salt_is_never_said() -> None:
     assert isinstance(elsewhere, StoredBlocks)
     assert elsewhere.block_hashes != stored.block_hashes  # … in one encoder
     assert elsewhere.extra_keys != stored.extra_keys
+    assert own.encode(0.0, chain(3, (("salt", "\ud800"),)))  # half a pair ends no publisher
     (unlike,) = own.joined(chain(3, (("salt", "another"),)))
     assert isinstance(unlike, StoredBlocks)
     assert unlike.extra_keys != stored.extra_keys

@@ -241,6 +241,9 @@ def test_what_cannot_be_is_refused_in_words(kept: Kept, tmp_path: Path) -> None:
         (dict(kv_tier_key=str(tmp_path / "none")), "No such file"),
         (dict(kv_tier=("attic:x",)), "'attic' is no tier"),
         (dict(kv_tier=("/var/cache",)), "has no kind"),
+        (dict(kv_tier="kept: x"), "has no kind.*%20 for a space"),
+        (dict(kv_tier=(5,)), "a list of addresses, each a text"),
+        (dict(kv_tier=5), "a list of addresses, each a text"),
         (dict(kv_tier_write="often"), "often"),
     ):
         with pytest.raises(ConfigError, match=said):

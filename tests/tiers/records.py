@@ -7,8 +7,10 @@ from quire.tiers import Name
 from quire.tiers.record import Checksums, Part, RecordFormat, Seal
 
 PARTS = (
-    Part(layer=0, dtype="bfloat16", order="heads first", shape=(2, 4, 8), num_bytes=128),
-    Part(layer=1, dtype="int8", order="heads first", shape=(2, 4, 8), num_bytes=96),  # with scales
+    Part(layer=0, dtype="bfloat16", order="heads first", shape=(1, 2, 4, 4), num_bytes=128),
+    Part(
+        layer=1, dtype="int8", order="heads first", shape=(1, 2, 4, 4), num_bytes=96
+    ),  # with scales
 )
 BLOCK_SIZE = 4  # tokens
 

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,7 +19,8 @@ import pytest
 from conformance.tier_cases import buffers, content, loaded, new_names, soon, store, views
 from quire.errors import ConfigError
 from quire.tiers import TIERS, Deadline, TierAddress, TierError, TierFull
-from quire.tiers.files import FileTier
+from quire.tiers.evicted_names import EvictedNames
+from quire.tiers.files import FileTier, folder_of
 from quire.tiers.fingerprint import LARGEST_DESCRIPTION_BYTES, Fingerprint
 from quire.tiers.record_folder import (
     RecordFolder,
@@ -63,11 +65,23 @@ def set_back(file: Path, seconds: float) -> None:
         ("file:PATH?ages=7d", "unknown option 'ages'; known: size, age, reserve"),
         ("file:PATH?size=1KiB", "size=1.00 KiB holds no record: one takes 4.00 KiB"),
         ("file:/dev/null/x", "Not a directory"),
+        ("file:PATH#2?size=1GiB", "write %23"),
+        ("file:PATH%00", "cannot be printed"),
+        ("file:PATH\nx", "cannot be printed"),
+        ("file:/tmp/" + 300 * "a", "File name too long"),
+        ("file:~no-such-user/x", "no-such-user|home"),
     ],
 )
 def test_an_address_that_cannot_work_says_why(path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         TIERS["file"](TierAddress.parse(text.replace("PATH", str(path))), LARGEST, NAMESPACE)
+
+
+def test_a_folder_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell replaces the ~ of ``file:~/kv``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder_of(TierAddress.parse("file:~/kv?size=1GiB")) == tmp_path / "kv"
+    assert folder_of(TierAddress.parse("file:kv%232")) == Path("kv#2").absolute()
 
 
 def test_a_namespace_is_hex_digits() -> None:
@@ -362,13 +376,16 @@ def test_what_was_left_behind_is_swept_and_what_is_written_is_not(path: Path) ->
 
 
 def test_the_folder_may_be_removed_under_a_tier(path: Path) -> None:
-    tier, names = make(path), new_names(3)
+    own = Fingerprint.of({"model": "tiny"})
+    tier, names = make(path, own.namespace), new_names(3)
+    tier.describe(own.description.encode())
     assert store(tier, names) == 3
     subprocess.run(["rm", "-rf", str(path)], check=True)
     assert loaded(tier, names) == 0
     assert store(tier, names) == 3
     assert loaded(tier, names) == 3
     assert on_disk(path) == 3 * LARGEST
+    assert [each.fingerprint for each in namespaces_of(path)] == [own]
 
 
 # -- errors of the system --------------------------------------------------------------------------
@@ -474,6 +491,26 @@ def test_a_lock_that_another_process_holds_is_waited_for_until_the_deadline(path
 
 
 # -- descriptions ----------------------------------------------------------------------------------
+
+
+def test_closing_waits_for_no_call_that_hangs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk may never answer: the engine ends all the same."""
+    monkeypatch.setattr("quire.tiers.record_folder._CLOSE_S", 0.01)
+    folder, begun, hold = RecordFolder(path), threading.Event(), threading.Event()
+
+    def hang() -> float:
+        begun.set()
+        hold.wait(20)
+        return 0.0
+
+    folder._clock = hang  # as a call of the system would, while it holds the count
+    call = threading.Thread(target=folder.make_room, args=([1], EvictedNames(1), soon()))
+    call.start()
+    assert begun.wait(10)
+    folder.close()
+    assert call.is_alive()
+    hold.set()
+    call.join(10)
 
 
 def test_a_folder_says_what_it_holds(path: Path) -> None:

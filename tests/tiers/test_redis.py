@@ -295,6 +295,14 @@ class TestAddress:
         with pytest.raises(ConfigError, match=match):
             open_tier(text)
 
+    @pytest.mark.parametrize(
+        "text", ["redis://:cret/x@h", "redis://:x?cret@h", "redis://u:x#cret@h"]
+    )
+    def test_a_password_that_splits_the_address_is_not_shown(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="write %2F, %3F, %23") as raised:
+            open_tier(text)
+        assert "cret" not in str(raised.value)
+
     def test_records_that_redis_cannot_hold(self) -> None:
         with pytest.raises(ConfigError, match=r"600\.0 MiB are more than.*block_size"):
             open_tier("redis://h", record_bytes=600 * 2**20)

@@ -218,7 +218,9 @@ def export(
     """Export a prompt's keys and values, up to a block, as a safetensors file.
 
     The blocks before that one are found by their records, in all groups of layers. A tensor is one
-    layer of one block; the file's metadata have the token ids. Sealed records cannot be exported:
+    layer of one block, with a row for each head (its keys of all tokens, then its values), or under
+    virtual for each token; states, and numbers with scales beside them, are bytes. The file's
+    metadata have the token ids. Sealed records cannot be exported:
     only an engine that has the key and the tokens can read them.
 
     \b

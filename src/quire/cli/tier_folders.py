@@ -7,9 +7,7 @@ over without a word, so ``quire doctor`` says which there are, and what differs.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,6 +15,7 @@ from rich.markup import escape
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.tiers import TierAddress, TierError
+from quire.tiers.files import folder_of
 from quire.tiers.fingerprint import Fingerprint
 from quire.tiers.record_folder import NamespaceContents, namespaces_of
 from quire.units import format_bytes, format_number_of
@@ -108,8 +107,11 @@ def _found(address: TierAddress, own: Fingerprint | None, why_not: str | None) -
     namespace = own and own.namespace
     if address.kind != _KIND:
         return FoundTier(address=str(address), own=namespace, why_not=why_not)
-    path = Path(unquote(address.url.path)).absolute()
     several: list[FoundNamespace] = []
+    try:
+        path = folder_of(address)
+    except ConfigError as error:
+        return FoundTier(address=str(address), own=namespace, why_not=why_not or str(error))
     try:
         several += (_compared(each, own) for each in namespaces_of(path))
     except TierError as error:

@@ -118,6 +118,8 @@ KV_CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType(
 
 def _addresses(text: str) -> tuple[str, ...]:
     """Parse addresses of tiers with spaces between them. Raises: ConfigError."""
+    if not isinstance(text, str):  # of a list in Python
+        raise ConfigError("kv_tier must be a list of addresses, each a text")
     addresses = tuple(text.split())
     for address in addresses:
         TierAddress.parse(address)
@@ -407,6 +409,9 @@ class EngineConfig:
         one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
 
     def _check_tiers(self) -> None:
+        given: Any = self.kv_tier
+        if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
+            raise ConfigError("kv_tier must be a list of addresses, each a text")
         in_range("kv_offloading_size", self.kv_offloading_size, 0, 2**63)
         for address in self.tiers:
             TIERS.require(address.kind, "kv_tier")

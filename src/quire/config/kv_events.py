@@ -50,7 +50,8 @@ class KVEventsConfig:
         in_range(f"{_OPTION}: buffer_steps", self.buffer_steps, 0, _MAX_BATCHES)
         for name in ("hwm", "max_queue_size"):
             in_range(f"{_OPTION}: {name}", getattr(self, name), 1, _MAX_BATCHES)
-        if not isinstance(self.topic, str) or len(self.topic.encode()) > _MAX_TOPIC_BYTES:
+        topic = self.topic.encode("utf-8", "replace") if isinstance(self.topic, str) else b""
+        if topic.decode() != self.topic or len(topic) > _MAX_TOPIC_BYTES:  # half a surrogate pair
             raise ConfigError(
                 f"{_OPTION}: topic={self.topic!r} must be a text of up to {_MAX_TOPIC_BYTES} bytes"
             )

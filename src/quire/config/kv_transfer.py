@@ -26,6 +26,7 @@ _LONGEST_LEASE_S = 86_400.0
 _LONGEST_WAIT_S = 3600.0
 _SIZE_BYTES = 2**30
 _MOST_PEERS = 1024
+_SHOWN_CHARACTERS = 80  # of a value
 _LOOPBACK, _ANY_ADDRESS = "127.0.0.1", ("0.0.0.0", "::")
 _PATH_SAFE = "/"
 
@@ -70,15 +71,16 @@ class TransferExtras:
         in_range(f"{name}size", self.size, 1, 2**63)
         if not (_is_number(self.lease_s) and 0 < self.lease_s <= _LONGEST_LEASE_S):
             raise ConfigError(
-                f"{name}lease_s={self.lease_s!r} must be above 0 and at most {_LONGEST_LEASE_S:g}"
+                f"{name}lease_s={_shown(self.lease_s)} must be above 0 and at most "
+                f"{_LONGEST_LEASE_S:g}"
             )
         if not (_is_number(self.wait_s) and 0 <= self.wait_s <= _LONGEST_WAIT_S):
             raise ConfigError(
-                f"{name}wait_s={self.wait_s!r} must be from 0 to {_LONGEST_WAIT_S:g} seconds"
+                f"{name}wait_s={_shown(self.wait_s)} must be from 0 to {_LONGEST_WAIT_S:g} seconds"
             )
         if not isinstance(self.peers, list | tuple) or len(self.peers) > _MOST_PEERS:
             raise ConfigError(
-                f"{name}peers={str(self.peers)[:80]!r} must be a list of up to {_MOST_PEERS:,} "
+                f"{name}peers={_shown(self.peers)} must be a list of up to {_MOST_PEERS:,} "
                 f"addresses"
             )
         addresses = tuple(str(_address("peers", each)) for each in self.peers)
@@ -249,7 +251,8 @@ def _of_second(where: str, given: Any) -> str:
     """Return the address of one of ``secondary_tiers``. Raises: ConfigError."""
     own = dict(given) if isinstance(given, Mapping) else {}
     kind, root = own.pop("type", None), own.pop("root_dir", None)
-    if kind != "fs" or not isinstance(root, str) or not Path(root).is_absolute() or own:
+    is_path = isinstance(root, str) and Path(root).is_absolute() and root.isprintable()
+    if kind != "fs" or not is_path or own:
         raise ConfigError(
             f"{where}secondary_tiers: {str(given)[:200]} is refused: it must be "
             f'{{"type": "fs", "root_dir": PATH}} with a whole path; other places are kv_tier\'s'
@@ -263,9 +266,15 @@ def _listed(given: Any) -> list[Any]:
     return given
 
 
+def _shown(value: object) -> str:
+    return repr(value)[:_SHOWN_CHARACTERS]
+
+
 def _is_number(value: object) -> bool:
     """Tell whether a value of JSON is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) or isfinite(value)  # a whole number may be too long for a float
 
 
 def _address(name: str, given: Any) -> PeerAddress:

@@ -229,7 +229,8 @@ class EventEncoder:
                 content_id, _, place = value.rpartition(_PLACE)
                 found.append((content_id, int(place)))
         if salt is not None:
-            mark = blake2b(salt.encode(), key=self._key, digest_size=_SALT_MARK_BYTES)
+            text = salt.encode("utf-8", "surrogatepass")  # of a program, any text
+            mark = blake2b(text, key=self._key, digest_size=_SALT_MARK_BYTES)
             found.append(mark.hexdigest())
         return tuple(found) or None
 

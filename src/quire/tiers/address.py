@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from quire.errors import ConfigError
 
@@ -27,20 +27,26 @@ class TierAddress:
 
     @classmethod
     def parse(cls, text: str) -> "TierAddress":
-        """Read an address. Raises: ConfigError."""
+        """Read an address. Raises: ConfigError, which never shows what may be a password."""
         if len(text) > _LONGEST:
             raise ConfigError(f"{_OPTION} has {len(text):,} characters: at most {_LONGEST:,}")
         try:
             url = urlsplit(text)
             pairs = parse_qsl(url.query, keep_blank_values=True, strict_parsing=bool(url.query))
             _ = url.port  # raises ValueError where it is no number
-        except ValueError as error:
+        except ValueError:  # whose words quote what was given
             raise ConfigError(
-                f"{_OPTION}: an address is KIND:WHERE?OPTION=VALUE: {error}"
+                f"{_OPTION}: an address is KIND:WHERE?OPTION=VALUE&OPTION=VALUE, with a number as "
+                f"its port: write %2F, %3F, %23 and %40 for /, ?, # and @ in a password or a path"
             ) from None
+        if not (text + unquote(url.path)).isprintable():  # line ends, which urlsplit takes out
+            raise ConfigError(f"{_OPTION}: an address has a character that cannot be printed")
+        if "#" in text:  # what is behind it would be left out
+            raise ConfigError(f"{_OPTION}: an address has no #: write %23 for one in a path")
         if not url.scheme:
             raise ConfigError(
-                f"{_OPTION} has no kind: an address is KIND:WHERE, such as file:/var/cache/quire"
+                f"{_OPTION} has no kind: an address is KIND:WHERE, such as file:/var/cache/quire, "
+                f"with %20 for a space"
             )
         twice = {name for name, _ in pairs if sum(other == name for other, _ in pairs) > 1}
         if twice:

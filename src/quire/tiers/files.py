@@ -75,8 +75,11 @@ def make_file_tier(address: TierAddress, largest_bytes: int, namespace: str) -> 
 
 
 def folder_of(address: TierAddress) -> Path:
-    """Return the folder that an address names."""
-    return Path(unquote(address.url.path)).absolute()
+    """Return the folder that an address names. Raises: ConfigError for ~ without a home."""
+    try:
+        return Path(unquote(address.url.path)).expanduser().absolute()
+    except RuntimeError as error:  # no shell has seen the ~ behind "file:"
+        raise ConfigError(f"kv_tier={address}: {error}") from None
 
 
 @final
@@ -107,6 +110,7 @@ class FileTier:
         self._folder, self._path = path / namespace, path
         self._prefix = f"{self._folder}/"
         self._evicted = EvictedNames(expected_records)
+        self._description = b""
         self._shards: frozenset[str] = frozenset()  # that are folders, and no links
         self._lock, self._num_written, self._is_open = threading.Lock(), 0, True
         self._writer = os.urandom(8).hex()  # of temporary files
@@ -125,6 +129,7 @@ class FileTier:
             self._files.make_folders(self._folder)
             with self._written(memoryview(text)) as tmp:
                 os.rename(tmp, self._folder / NAMESPACE_FILE)
+        self._description = text
 
     def find(self, names: Sequence[Name], deadline: Deadline) -> int:
         self._require_open()
@@ -172,6 +177,9 @@ class FileTier:
             if lacking[0]:
                 return lacking[0]
             raise
+        if self._description and not os.path.lexists(self._folder / NAMESPACE_FILE):
+            with suppress(TierError):  # the folder was removed meanwhile
+                self.describe(self._description)
         return len(names) if num_kept == len(lacking) else lacking[num_kept]
 
     def drop(self, names: Sequence[Name], deadline: Deadline) -> None:
@@ -308,9 +316,9 @@ class FileTier:
 
 def _reserve_bytes(path: Path) -> int:
     """Return how much of a folder's disk stays free."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
     try:
+        while not path.exists() and path != path.parent:
+            path = path.parent
         found = os.statvfs(path)
     except OSError as error:
         raise ConfigError(f"kv_tier=file:{path}: {error.strerror or error}") from error

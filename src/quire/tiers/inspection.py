@@ -11,7 +11,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO, Literal, TypeAlias
@@ -26,6 +25,7 @@ Flaw: TypeAlias = BadReason | Literal["name", "unreadable"]
 
 _FIRST_BYTES = 4096  # of a file, in which most headers end
 _PIECE_BYTES = 1 << 20
+_DIMENSIONS = 4  # of a part with keys and values: layers, heads, the length of a key, of a value
 # Names of number formats: torch's, and safetensors' with the bytes of a number.
 _DTYPES = MappingProxyType(
     {
@@ -112,7 +112,7 @@ def _write_tensors(blocks: list[tuple[int, RecordFile]], namespace: str, out: Pa
         header = _plain(record, namespace)
         tokens[number] = header.token_ids
         for part in header.parts:
-            dtype, shape = _tensor_kind(part)
+            dtype, shape = _tensor_kind(part, header.block_size)
             entries[f"block.{number:05d}.group.{header.group}.layer.{part.layer}"] = {
                 "dtype": dtype,
                 "shape": shape,
@@ -153,11 +153,18 @@ def _copy_payload(record: RecordFile, namespace: str, out: BinaryIO) -> None:
             raise TierError(f"{record.name} is damaged: quire cache check finds such") from None
 
 
-def _tensor_kind(part: Part) -> tuple[str, list[int]]:
-    """Return a tensor's number format and shape; bytes where scales lie beside the numbers."""
+def _tensor_kind(part: Part, block_size: int) -> tuple[str, list[int]]:
+    """Return a tensor's number format and shape; bytes where scales lie beside the numbers.
+
+    A row is what lies together: all that a token has, or a head's keys and then its values.
+    """
     name, num_bytes = _DTYPES.get(part.dtype, ("", 0))
-    if name and prod(part.shape) * num_bytes == part.num_bytes:
-        return name, list(part.shape)
+    if name and len(part.shape) == _DIMENSIONS:
+        layers, heads, key_dim, value_dim = part.shape
+        numbers = block_size * layers * heads * (key_dim + value_dim)
+        rows = block_size if part.order == "token first" else layers * heads
+        if rows and numbers * num_bytes == part.num_bytes:
+            return name, [rows, numbers // rows]
     return "U8", [part.num_bytes]
 
 

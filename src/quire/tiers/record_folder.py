@@ -56,6 +56,7 @@ _SLACK_SHARE = 0.02  # of the size, which goes beyond what is needed: to look le
 _TIDY_S = 1.0  # between looks at a shard for what is too old
 _LEFT_BEHIND_S = 60.0  # a file in tmp that is older, and that no process writes, is removed
 _LOCK_PAUSE_S = 0.002
+_CLOSE_S = 2.0  # that closing waits for a call under way
 _MOST_DRIFT = 0.10  # of the bytes counted, from what a look finds
 _FUTURE_S = 60.0  # a time so far ahead is no time of use: a clock was set back
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -244,10 +245,11 @@ class RecordFolder:
         folder.mkdir(mode=0o700, exist_ok=True)
 
     def close(self) -> None:
-        """Close what is open."""
-        with self._lock:
-            self._is_open = False
+        """Close what is open, unless a call hangs that uses it: on a disk that does not answer."""
+        self._is_open = False
+        if self._lock.acquire(timeout=_CLOSE_S):
             self._close_usage()
+            self._lock.release()
 
     # -- room --------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ _IDLE_S = 0.02  # between two questions to an engine that has more to store
 _CLOSE_S = 5.0  # to store what was copied out
 _LAST_CALL_S = 10.0  # that a call may go on which is under way then
 _DRAINED_AT_ONCE = 16  # blocks that go to a thread together
+_OVERDUE_S = 1.0  # that a job's thread may need beyond the job's time before none is given to it
 
 _Call: TypeAlias = Callable[[], object]
 
@@ -78,6 +79,8 @@ class ThreadedCarrier:
         self._hit_tokens = Counter[GuardedTier]()
         self._came = threading.Condition()
         self._done: list[LoadJob] = []  # under its lock
+        self._job_ends_s: float | None = None  # monotonic: the one under way. The loading thread's
+        self._told_s: float | None = None  # … of one that the log has
         self._closing = threading.Event()
         events = self._events = CopyEvents(tiers if keeps_events else ())
         self._forgetting = Forgetting(self.tiers, transfer, events)
@@ -143,15 +146,25 @@ class ThreadedCarrier:
         return self._loader.times.seconds(num_blocks)
 
     def load(self, job: LoadJob, wait_s: float) -> bool:
-        if self.staging.free_bytes < self._loader.least_bytes:
+        if self.staging.free_bytes < self._loader.least_bytes or self._hangs():
             return False
         if not any(tier.may_load for tier in self._loader.tiers_for(job)):
             return False
         self._loading.put(partial(self._load, job, Deadline.after(wait_s)))
         return True
 
+    def _hangs(self) -> bool:
+        """Tell whether the loading thread hangs in a tier that keeps no deadline: a dead disk."""
+        ends_s = self._job_ends_s
+        if ends_s is None or time.monotonic() <= ends_s + _OVERDUE_S:
+            return False
+        if ends_s != self._told_s:
+            self._told_s = ends_s
+            log.warning("tiers: a load hangs: until it ends, all prompts are computed")
+        return True
+
     def _load(self, job: LoadJob, deadline: Deadline) -> None:
-        job.end = job.first
+        job.end, self._job_ends_s = job.first, max(time.monotonic(), deadline.at_s)
         try:
             # No tier is to blame for a job that has waited for others until its time was over.
             if deadline.left_s and not job.is_given_up and not self._closing.is_set():
@@ -159,6 +172,7 @@ class ThreadedCarrier:
         except Exception:  # of a tier of another package: the job ends all the same
             log.exception("blocks cannot be loaded from tiers")
             job.end = job.first
+        self._job_ends_s = None
         with self._came:
             self._done.append(job)
             self._came.notify_all()

@@ -228,6 +228,8 @@ class RecordLoader:
         ]
         with self._events.keeping(tier) as call:
             count = tier.load([each.name for each in several], views, deadline)
+            if count < len(several) and deadline.left_s:  # found, and gone or of another length
+                job.lacking.append(several[count].identity)
             good = 0
             for each, view in zip(several[:count], views, strict=False):
                 flaw = tier.formats[each.group].flaw(view, each.header)
