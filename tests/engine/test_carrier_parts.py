@@ -222,6 +222,17 @@ def test_what_there_was_no_time_to_find_is_not_said_to_be_lacking() -> None:
     assert (job.end, job.lacking) == (0, own.blocks)
 
 
+def test_behind_a_missing_block_all_are_to_be_stored_again() -> None:
+    """Also those that staging memory had no room for, which would never be asked for."""
+    own = Loading(num_blocks=20)  # staging memory holds 16
+    own.load(job := own.job())
+    assert (job.end, job.is_cut, job.lacking) == (16, True, [])
+    own.staging.give([payload.buffer for payload in payloads_of(job).values()])
+    own.tier.drop([right_record(PLAIN, own.blocks[3])[0]], soon())
+    own.load(job := own.job())
+    assert (job.end, job.lacking) == (3, own.blocks[3:])
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_run_goes_from_tier_to_tier(first: int) -> None:
     """Each block from the nearest that has it, however they lie."""

@@ -108,8 +108,9 @@ class RecordLoader:
             self._transfer.wait_for(job.remote, deadline, lambda: not job.is_given_up)
         run = self._run(job, count, deadline)
         end, trailing = job.first + len(run), list[_Wanted]()
-        if deadline.left_s:  # else it is not known
-            job.lacking = job.blocks[len(run) : count]
+        if deadline.left_s and len(run) < count:  # else it is not known
+            # Also what was not looked for: behind a missing block no other one is of use.
+            job.lacking = job.blocks[len(run) :]
         if self._elsewhere:
             end, trailing = self._end(job, end, deadline)
         whole = [each for column in run[: end - job.first] for each in column]

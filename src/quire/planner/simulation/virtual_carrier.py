@@ -290,7 +290,7 @@ class VirtualCarrier:
         count = max(0, count)
         run, seconds = self._run(job, count)
         end, trailing = job.first + len(run), list[_Record]()
-        job.lacking = job.blocks[len(run) : count]
+        job.lacking = job.blocks[len(run) :] if len(run) < count else []
         if self._elsewhere:
             end, trailing, more_s = self._last_end(job, end)
             seconds += more_s
