@@ -1,6 +1,6 @@
 """The 0.45 B model that engines are compared on: random weights, and a tokenizer that all can read.
 
-    python -m benchmarks.engine.model FOLDER
+    python -m benchmarks.engine.model FOLDER     # FOLDER 4: with so many layers, in place of 28
 
 It has Qwen3's form, which every engine knows. The tokenizer is trained on Python's own library; no
 token of it means anything, but engines that only take text need one. What some engines look for
@@ -34,14 +34,14 @@ CHAT = (
 )
 
 
-def make(folder: Path) -> Path:
+def make(folder: Path, num_layers: int = 28) -> Path:
     """The folder with the model in it, made if it is not there. A minute, and 0.9 GB of disk."""
     stamp = folder / ".ready"
     if not stamp.exists():
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer = _tokenizer()
         tokenizer.save_pretrained(folder)
-        _model(tokenizer).save_pretrained(folder)
+        _model(tokenizer, num_layers).save_pretrained(folder)
         _say_it_their_way(folder)
         stamp.write_text("")
     return folder
@@ -78,13 +78,13 @@ def _texts() -> Iterator[str]:
         yield path.read_text(errors="replace")
 
 
-def _model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def _model(tokenizer: PreTrainedTokenizerFast, num_layers: int) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=1024,
         intermediate_size=3072,
-        num_hidden_layers=28,
+        num_hidden_layers=num_layers,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
@@ -116,4 +116,4 @@ def _add(path: Path, values: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    print(make(Path(sys.argv[1])))
+    print(make(Path(sys.argv[1]), *map(int, sys.argv[2:3])))

@@ -9,7 +9,7 @@ import asyncio
 import multiprocessing
 import os
 import pickle
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, final
@@ -19,6 +19,7 @@ from quire.engine.sequence import Request
 from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.placement import Placement
 from quire.fleet.replica import ReplicaFacts, ReplicaLost, ReplicaReport, to_send
+from quire.server.metrics.family import Figures
 
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 8,
@@ -132,6 +133,10 @@ class ProcessReplica:
     async def report(self) -> ReplicaReport:
         report: ReplicaReport = await self._call("report")
         return report
+
+    async def figures(self) -> Mapping[str, Figures]:
+        figures: Mapping[str, Figures] = await self._call("figures")
+        return figures
 
     async def begin_drain(self) -> None:
         await self._call("begin_drain")

@@ -14,7 +14,7 @@ from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
 from quire.fleet.event_follower import ZmqFollower
 from quire.fleet.fleet_engine import FleetEngine
-from quire.fleet.fleet_figures import FleetFigures, fleet_operation
+from quire.fleet.fleet_figures import figures_of, fleet_operation
 from quire.fleet.placement import (
     LeastLoaded,
     Load,
@@ -34,6 +34,7 @@ from quire.fleet.replica import (
 )
 from quire.models.loader import load
 from quire.server.app import make_app
+from quire.server.metrics.family import Figures
 from server.asking import Client
 
 SIZES: dict[str, Any] = dict(kv_cache_memory_bytes="24MiB", max_model_len=512)
@@ -115,6 +116,10 @@ class BreakableReplica:
         await self._live()
         report = await self._inner.report()
         return replace(report, load=replace(report.load, **self.load_changes))
+
+    async def figures(self) -> Mapping[str, Figures]:
+        await self._live()
+        return await self._inner.figures()
 
     async def begin_drain(self) -> None:
         await self._inner.begin_drain()
@@ -246,7 +251,7 @@ async def door(fleet: Fleet, config: ServerConfig | None = None) -> AsyncIterato
         fleet.engine,
         config or ServerConfig(),
         operations=[fleet_operation(fleet.engine)],
-        figures=[FleetFigures(fleet.engine)],
+        figures=figures_of(fleet.engine),
     )
     try:
         yield Client(app)

@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fleet.replicas import door, engine, fleet_of, placed_by_prefixes, until
+from fleet.replicas import OPTIONS, door, engine, fleet_of, placed_by_prefixes, until
 from fleet.told import Prompt, on_the_wire
+from quire import AsyncLLM
 from quire.cli import command_line
 from quire.cli.fleet_view import FleetView
 from quire.config import ServerConfig
@@ -23,8 +24,10 @@ from quire.fleet.fleet_figures import FLEET_FAMILIES
 from quire.fleet.fleet_status import FleetStatus
 from quire.fleet.placement import RoundRobin
 from quire.kv import NO_KEYS
+from quire.models.loader import load
 from quire.server.app import make_app
 from quire.server.dashboard.frames import FEED
+from quire.server.metrics import Metrics
 from server.asking import Client, run, serving
 from server.listening import listening
 
@@ -308,8 +311,38 @@ def test_the_fleet_is_seen() -> None:
             assert figures["quire:fleet_replica_up", "a"] == 1
             assert figures["quire:fleet_replica_up", "b"] == 0
             assert figures["quire:fleet_found_tokens_total", "a"] == first["real_found_tokens"]
+            assert figures["quire:fleet_replica_found_tokens_total", "device", "a"] > 0
             assert any(name[0] == "http_requests_total" for name in figures)
-            assert not any(name[0].startswith("quire:kv_") for name in figures)
+
+    run(ask())
+
+
+def test_a_scrape_has_every_engines_metrics() -> None:
+    async def ask() -> None:
+        llms = {name: AsyncLLM(load(), **OPTIONS) for name in "ab"}
+        async with fleet_of(placement=RoundRobin(), llms=llms) as fleet, door(fleet) as client:
+            for prompt_tokens in (40, 60, 50):
+                body = {"prompt": list(range(5, 5 + prompt_tokens)), **GREEDY}
+                assert (await client.post("/v1/completions", body)).status == 200
+            figures = scraped((await client.get("/metrics")).body.decode())
+            assert figures["vllm:prompt_tokens_total", "a"] == 90
+            assert figures["vllm:prompt_tokens_total", "b"] == 60
+            assert figures["vllm:request_prompt_tokens_count", "a"] == 2
+            assert figures["quire:kv_bytes", "b", "committed"] > 0
+            alone = Metrics(llms["b"].llm, "demo").render()[0].decode()
+            ours, theirs = (
+                {name for name, *labels in each if name.startswith(("quire:", "vllm:"))}
+                for each in (figures, scraped(alone))
+            )
+            assert theirs <= ours
+            # One that does not answer is left out, and keeps no scrape waiting.
+            fleet.replicas[0].mode = "frozen"
+            async with asyncio.timeout(10):
+                figures = scraped((await client.get("/metrics")).body.decode())
+            assert ("vllm:prompt_tokens_total", "a") not in figures
+            assert figures["vllm:prompt_tokens_total", "b"] == 60
+        for llm in llms.values():
+            await llm.aclose()
 
     run(ask())
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import pickle
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -291,6 +292,32 @@ def test_strangers_who_say_nothing_keep_no_door_out(monkeypatch: pytest.MonkeyPa
         await inbox.close()
         for _, writer in strangers:
             writer.close()
+        listener.close()
+
+    run(ask())
+
+
+def test_strangers_who_come_all_at_once_are_let_go_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first of them has a transport, he makes room for others."""
+    monkeypatch.setattr(door_connection, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(door_connection, "_STRANGER_S", 3600)
+
+    async def ask() -> None:
+        listener = DoorListener(HOST)
+        offers = listener.serve(Outbox(Scripted()))
+        offer = await anext(offers)
+        # Without a moment for the loop: it finds them all waiting.
+        strangers = [socket.create_connection((offer.host, offer.port)) for _ in range(10)]
+        for each in strangers:
+            each.setblocking(False)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(5):
+            for each in strangers[:7]:
+                with suppress(ConnectionResetError):
+                    assert await loop.sock_recv(each, 1) == b""
+        for each in strangers:
+            each.close()
+        await offers.aclose()
         listener.close()
 
     run(ask())

@@ -15,7 +15,8 @@ from fleet.replicas import BreakableReplica, engine, fleet_of, until
 from quire import AsyncLLM, SamplingParams
 from quire.engine.outputs import TextDelta
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.fleet.fleet_engine import FleetEngine, NoReplica
+from quire.fleet.fleet_engine import FleetEngine
+from quire.fleet.members import NoReplica
 from quire.fleet.placement import LeastLoaded, RoundRobin
 from quire.fleet.replica import LocalReplica, ReplicaLost, facts_of
 from quire.models.loader import load

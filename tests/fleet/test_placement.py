@@ -68,6 +68,15 @@ def test_a_burst_spreads_before_anyone_has_reported(placement: Placement) -> Non
     )
 
 
+def test_one_that_comes_back_is_read_where_it_is_now() -> None:
+    placement = LeastLoaded(seed=1)
+    placement.note_end(placement.place((1,), PrefixKeys(), ["a", "b"]))
+    placement.forget("a")
+    for name, num_running in (("c", 0), ("b", 3), ("a", 5)):  # "c" has the place of "a"
+        placement.report(name, Load(num_running=num_running))
+    assert placement.place((1,), PrefixKeys(), ["a", "b"]).replica == "b"
+
+
 def test_the_longest_prefix_wins_and_is_told_by_medium() -> None:
     world = World()
     world.store("a", Prompt(LONG), 20)

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fleet.told import CLEARED, FULL, KEY, Prompt, groups_of, on_the_wire
@@ -131,7 +131,18 @@ DOING = st.tuples(
 )
 
 
+# A block is told before the one that it follows, and in another medium.
+OUT_OF_ORDER = [("store", "b", 0, 1, 1, 0, "STORAGE"), ("store", "b", 0, 0, 1, 0, "GPU")]
+
+
 @settings(max_examples=150, deadline=None)
+@example(
+    model="full",
+    size=2,
+    shares=True,
+    prompts=[Prompt((0, 0, 0, 0), NO_KEYS)] * 4,
+    done=[OUT_OF_ORDER],
+)
 @given(
     model=st.sampled_from(sorted(MODELS)),
     size=st.sampled_from([2, 3]),
@@ -282,6 +293,26 @@ def test_one_long_event_is_bounded_too() -> None:
     directory.apply("liar", on_the_wire(GROUPS, 2, Prompt((1,) * 2000).stored(2, range(1000))))
     directory.check()
     assert directory.num_blocks("liar") <= 64
+
+
+def test_replicas_are_told_apart_after_one_has_gone() -> None:
+    prompt = Prompt(tuple(range(8)), NO_KEYS)
+    directory = PrefixDirectory(groups_of(FULL), 4, key=KEY)
+    hashes = directory.hashes(prompt.token_ids, prompt.keys)
+
+    def has(replica: str, num: int) -> None:
+        told = prompt.stored(4, range(num), 0, "GPU")
+        directory.apply(replica, on_the_wire(groups_of(FULL), 4, told))
+
+    has("a", 1)
+    has("b", 2)
+    assert directory.find(hashes, ["a", "b"]) == {"a": {"GPU": 1}, "b": {"GPU": 2}}
+    assert directory.find(hashes, ["b", "a"]) == {"a": {"GPU": 1}, "b": {"GPU": 2}}
+    directory.forget("a")
+    has("c", 1)  # whose bit was a's
+    assert directory.find(hashes, ["b", "a"]) == {"b": {"GPU": 2}}
+    assert directory.find(hashes, ["c", "b"]) == {"c": {"GPU": 1}, "b": {"GPU": 2}}
+    assert directory.find(hashes, []) == {}
 
 
 def test_memory_is_used_again() -> None:

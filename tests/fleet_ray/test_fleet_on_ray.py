@@ -144,6 +144,8 @@ def test_answers_are_one_engines(two: FleetProcess, answers: dict[str, str]) -> 
     streams = asyncio.run(ask())
     assert not [stream for stream in streams if not stream.is_whole], two.log
     assert [stream.text for stream in streams] == [answers[prompt] for prompt in PROMPTS]
+    # Each engine's metrics are the door's, too.
+    assert figure(two, "vllm:generation_tokens_total") >= NUM_TOKENS * len(PROMPTS)
 
 
 @pytest.mark.parametrize("salt", [None, "a client's own"])

@@ -17,10 +17,11 @@ from quire import SamplingParams
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
 from quire.errors import RequestError
-from quire.fleet import ray_serve
 from quire.fleet.door_connection import DoorListener
 from quire.fleet.placement import Load
-from quire.fleet.ray_serve import ChosenReplica, RayReplica, RayReplicas, Roll
+from quire.fleet.ray_serve import ray_replica
+from quire.fleet.ray_serve.ray_replica import RayReplica, RayReplicas
+from quire.fleet.ray_serve.serve_policies import ChosenReplica, Roll
 from quire.fleet.replica import ReplicaLost, ReplicaRefused, ReplicaReport
 from quire.fleet.shared_stream import Outbox
 
@@ -128,7 +129,7 @@ def test_the_roll_is_told_here_and_empty_elsewhere() -> None:
 
 
 def test_replicas_join_and_leave_as_the_list_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_serve, "_UNLISTED_S", 0.05)
+    monkeypatch.setattr(ray_replica, "_UNLISTED_S", 0.05)
 
     async def follow() -> list[str]:
         said: list[str] = []
@@ -257,6 +258,37 @@ def test_a_connection_that_cannot_be_had_is_the_loss_of_the_replica() -> None:
             await anext(replica.generate(REQUEST, request_id="x"))
         with pytest.raises(ReplicaLost):
             await replica.report()
+        await replica.close()
+
+    asyncio.run(asyncio.wait_for(ask(), 10))
+
+
+def test_a_connection_that_breaks_is_made_again() -> None:
+    """A firewall ends it, and both ends live on."""
+    there = Scripted()
+    handle = Handle(watch=Call([REPORT, REPORT, REPORT]), connect=Connecting(there))
+
+    async def ask() -> None:
+        replica = RayReplica("a", handle, Roll())
+        assert await replica.report() == REPORT
+        stream = replica.generate(REQUEST, request_id="x")
+        there.put("x", PIECE)
+        assert await anext(stream) == PIECE
+        connection = replica._inbox._remote._connection  # type: ignore[attr-defined]
+        connection.close()
+        with pytest.raises(ReplicaLost, match="its connection has ended"):
+            await anext(stream)
+        while not there.left:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ReplicaLost, match="its connection has ended"):
+            await replica.report()
+        replica.listed = False  # so that there is a new report
+        replica.listed = True
+        assert await replica.report() == REPORT
+        again = replica.generate(REQUEST, request_id="y")
+        there.put("y", PIECE)
+        assert await anext(again) == PIECE
+        await again.aclose()
         await replica.close()
 
     asyncio.run(asyncio.wait_for(ask(), 10))

@@ -88,7 +88,7 @@ def fleet(
     longest_tokens(own, *find_spec(model))  # what its config.json refuses is said at once
     if ray_address() is None:
         prepare_own_ray()
-    from quire.fleet.ray_serve import start_fleet
+    from quire.fleet.ray_serve.started_fleet import start_fleet
     from quire.fleet.serve_fleet import serve_fleet
 
     console = Console(stderr=True)

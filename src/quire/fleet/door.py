@@ -16,8 +16,9 @@ from quire.config import FleetConfig, ServerConfig
 from quire.errors import QuireError, one_line
 from quire.fleet.dynamo_placement import DynamoPlacement
 from quire.fleet.event_follower import ZmqFollower
-from quire.fleet.fleet_engine import EventFollower, FleetEngine
-from quire.fleet.fleet_figures import FleetFigures, fleet_operation
+from quire.fleet.fleet_engine import FleetEngine
+from quire.fleet.fleet_figures import figures_of, fleet_operation
+from quire.fleet.members import EventFollower
 from quire.fleet.placement import LeastLoaded, Placement, PrefixAware
 from quire.fleet.prefix_directory import PrefixDirectory
 from quire.fleet.replica import ReplicaFacts, ReplicaHandle
@@ -79,7 +80,7 @@ async def open_door(
                 engine,
                 config,
                 operations=(fleet_operation(engine),),
-                figures=(FleetFigures(engine),),
+                figures=figures_of(engine),
             )
             yield app, engine
         finally:

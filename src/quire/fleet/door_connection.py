@@ -69,6 +69,7 @@ class _Connection(asyncio.Protocol):
         """``peer``: its name in messages."""
         self._peer, self._named = peer, named
         self._transport: asyncio.Transport | None = None
+        self._is_closed = False  # maybe before it has a transport
         self._buffer = bytearray()
         self._sends: FrameTags | None = None
         self._receives: FrameTags | None = None
@@ -111,7 +112,8 @@ class _Connection(asyncio.Protocol):
             self._transport.write_eof()
 
     def close(self) -> None:
-        """Close it at once."""
+        """Close it at once, or as soon as there is something to close."""
+        self._is_closed = True
         if self._transport is not None:
             self._transport.abort()
 
@@ -119,6 +121,9 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are of no such class
+        if self._is_closed:
+            self._transport.abort()
+            return
         set_tcp_options(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:

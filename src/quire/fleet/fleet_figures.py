@@ -1,18 +1,26 @@
 """A fleet's figures: metrics for ``/metrics`` of the door, and ``GET /fleet`` for people."""
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import final
+from typing import Final, TypeAlias, final
 
-from quire.fleet.fleet_engine import FleetEngine, Member
+from quire.errors import one_line
+from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.fleet_status import FleetStatus, ReplicaLoad, ReplicaStatus
+from quire.fleet.members import Member
 from quire.fleet.placement import Load
 from quire.fleet.replica import ReplicaReport
 from quire.kv.prefix_index import Medium
 from quire.server.endpoints.answers import Json, as_json
-from quire.server.metrics.family import Figures, Kind, MetricFamily
+from quire.server.metrics.definitions import ENGINE_FAMILIES
+from quire.server.metrics.family import Figures, Kind, MetricFamily, MetricSource
 from quire.server.request_context import RequestContext
 from quire.server.routes import Operation
+
+log = logging.getLogger(__name__)
 
 # Where tokens are found, in a fleet's words. None: nowhere.
 _PLACES: Mapping[Medium | None, str] = MappingProxyType(
@@ -45,6 +53,15 @@ def _outcomes(fleet: FleetEngine) -> Figures:
         (name, outcome): count
         for name, member in fleet.members.items()
         for outcome, count in member.counts.outcomes.items()
+    }
+
+
+def _found(fleet: FleetEngine) -> Figures:
+    return {
+        (name, _PLACES[medium]): tokens
+        for name, member in fleet.members.items()
+        if member.report is not None
+        for medium, tokens in member.report.found_tokens.items()
     }
 
 
@@ -162,6 +179,16 @@ FLEET_FAMILIES = (
     ),
     _family(
         "counter",
+        "replica_found_tokens_total",
+        "tokens",
+        "Prompt tokens that a replica has found since it began, for whichever door, by where they "
+        "were: device, host or store.",
+        _found,
+        "replica",
+        "found",
+    ),
+    _family(
+        "counter",
         "event_gaps_total",
         "gaps",
         "Times that batches of a replica's events were missed.",
@@ -197,9 +224,72 @@ class FleetFigures:
     def __init__(self, fleet: FleetEngine) -> None:
         self._fleet = fleet
 
+    async def ask(self) -> None:
+        """Do nothing: replicas report by themselves."""
+
     def reading(self) -> FleetEngine:
         """Return what each family's ``read`` is given."""
         return self._fleet
+
+
+# What each replica has said of its engine's metrics, by its name.
+_Answers: TypeAlias = Mapping[str, Mapping[str, Figures]]
+
+_ANSWER_S: Final = 2.0
+
+
+def _at_each(family: MetricFamily) -> MetricFamily:
+    """Return a metric of an engine as a fleet has it: ``engine`` is the replica's name."""
+
+    def read(answers: _Answers) -> Figures:
+        return {
+            (replica, *labels): figure
+            for replica, figures in answers.items()
+            for labels, figure in figures.get(family.name, {}).items()
+        }
+
+    others = tuple(label for label in family.of if label != "engine")
+    return replace(family, of=others, labels=("engine", *family.labels), read=read)
+
+
+async def _answer_of(member: Member) -> Mapping[str, Figures] | None:
+    """Return a replica's answer; None: it gives none, or not in time."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            return await member.handle.figures()
+    except Exception as error:
+        log.info("replica %s tells no figures: %s", member.name, one_line(error))
+        return None
+
+
+@final
+class EnginesFigures:
+    """The metrics of all replicas' engines, for ``make_app``."""
+
+    families: Sequence[MetricFamily] = tuple(map(_at_each, ENGINE_FAMILIES))
+
+    def __init__(self, fleet: FleetEngine) -> None:
+        self._fleet = fleet
+        self._answers: _Answers = {}
+
+    async def ask(self) -> None:
+        """Ask all replicas at once. One that does not answer in time is left out."""
+        there = [each for each in self._fleet.members.values() if each.state in ("up", "draining")]
+        answers = await asyncio.gather(*map(_answer_of, there))
+        self._answers = {
+            member.name: answer
+            for member, answer in zip(there, answers, strict=True)
+            if answer is not None
+        }
+
+    def reading(self) -> _Answers:
+        """Return what each family's ``read`` is given."""
+        return self._answers
+
+
+def figures_of(fleet: FleetEngine) -> tuple[MetricSource, ...]:
+    """Return all metrics of a fleet, for ``make_app``."""
+    return FleetFigures(fleet), EnginesFigures(fleet)
 
 
 # -- GET /fleet ------------------------------------------------------------------------------------

@@ -147,15 +147,19 @@ class Loads:
         self.mean_run_s = 0.0  # that requests take, from their choice to their end
         self._clock = clock
         self._standings: dict[str, _Standing] = {}
+        self._asked: tuple[str, ...] | None = None  # the replicas of the last choice …
+        self._columns: Numbers = np.zeros(0, np.int64)  # … and theirs
         self._table = np.zeros((_NUM_ROWS, 8))
         self._free = list(reversed(range(8)))  # columns
 
     def of(self, replicas: Sequence[str]) -> Costs:
         """Return the numbers of replicas, an idle one's for one that is new: f64[rows, n]."""
-        for each in replicas:
-            if each not in self._standings:
-                self._standing(each)
-        return self._table[:, [self._standings[each].column for each in replicas]]
+        asked = tuple(replicas)
+        if asked != self._asked:
+            self._columns = np.array([self._standing(each).column for each in asked], np.int64)
+            self._asked = asked
+        numbers: Costs = self._table.take(self._columns, axis=1)
+        return numbers
 
     def num_requests(self, replica: str) -> int:
         """Return how many requests run or wait there, as far as is known."""
@@ -213,6 +217,7 @@ class Loads:
         standing = self._standings.pop(replica, None)
         if standing is not None:
             self._free.append(standing.column)
+            self._asked = None
 
     def _standing(self, replica: str) -> _Standing:
         standing = self._standings.get(replica)
@@ -251,6 +256,8 @@ def _best(costs: Costs, equal: float, num_requests: Costs, last: int | None, ran
     fits = costs <= equal
     if last is not None and fits[last]:
         return last
+    if np.count_nonzero(fits) == 1:
+        return int(fits.argmax())
     fewest = np.where(fits, num_requests, inf)
     several = np.flatnonzero(fewest == fewest.min())
     return int(several[0] if len(several) == 1 else several[random.randrange(len(several))])

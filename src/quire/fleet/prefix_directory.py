@@ -116,6 +116,9 @@ class PrefixDirectory:
         self._lock = threading.Lock()
         self._holders: dict[str, _Holder] = {}
         self._stores: dict[str, _Holder] = {}
+        self._asked: tuple[str, ...] | None = None  # the replicas that were asked for last …
+        self._places: Numbers = np.zeros(0, np.int64)  # … the places of their bits …
+        self._asked_bits = _NONE  # … and these
         self._free_bits = [np.uint64(1 << n) for n in reversed(range(MAX_REPLICAS))]
         self._stamp = 0
         self._rows = KeyTable()  # of prefix hashes
@@ -184,17 +187,19 @@ class PrefixDirectory:
 
         ``hashes``: u64, as ``hashes`` makes them; ``replicas``: n different ones.
         """
+        several = tuple(replicas)
         with self._lock:
-            for name in replicas:
-                if name not in self._holders:
-                    self._holder(name)
-            places = [self._holders[name].place for name in replicas]
-            asked = np.uint64(sum(1 << place for place in places))
-            media, hit = self._look_up(hashes, asked)
+            if several != self._asked:
+                places = [self._holder(name).place for name in several]
+                self._places = np.array(places, np.int64)
+                self._asked_bits = np.uint64(sum(1 << place for place in places))
+                self._asked = several
+            media, hit = self._look_up(hashes, self._asked_bits)
+            at = self._places
         # Each block of a hit counts where it is nearest.
         counts: dict[Medium, Numbers] = {}
         for medium, there in media.items():
-            counts[medium] = _counted(there & hit)[places]
+            counts[medium] = _counted(there & hit)[at]
             hit = hit & ~there
         return counts
 
@@ -315,6 +320,7 @@ class PrefixDirectory:
         """Forget all that a replica has told of itself, and the replica."""
         with self._lock:
             if (holder := self._holders.pop(replica, None)) is not None:
+                self._asked = None
                 self._take_away(holder, *holder.names.items(), _everywhere)
                 self._free_bits.append(holder.bit)
                 if holder.store is not None:
@@ -400,8 +406,9 @@ class PrefixDirectory:
         if store is None:
             self._enter(holder, chains, None)
             return
-        self._enter(holder, [each for each in chains if each.column[1] != _STORE], store)
-        self._enter(store, [each for each in chains if each.column[1] == _STORE], holder)
+        for is_stored, run in groupby(chains, lambda each: each.column[1] == _STORE):
+            owner, other = (store, holder) if is_stored else (holder, store)
+            self._enter(owner, list(run), other)
 
     def _enter(self, holder: _Holder, chains: list[_Chain], other: _Holder | None) -> None:
         """Give a holder the blocks of chains whose parents it has, or the other one."""

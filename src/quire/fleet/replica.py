@@ -22,6 +22,8 @@ from quire.errors import QuireError, RequestError
 from quire.fleet.placement import Load
 from quire.kv.interface import found_block_size
 from quire.kv.prefix_index import Medium
+from quire.server.metrics.definitions import engine_figures
+from quire.server.metrics.family import Figures
 from quire.spec import Group
 from quire.tiers import TierAddress
 from quire.tiers.files import folder_of
@@ -112,6 +114,10 @@ class ReplicaHandle(Protocol):
         """Return its load. The answer is also the sign that it lives. Raises: ReplicaLost."""
         ...
 
+    async def figures(self) -> Mapping[str, Figures]:
+        """Return what ``engine_figures`` reads of its engine. Raises: ReplicaLost."""
+        ...
+
     async def begin_drain(self) -> None:
         """Let no new request in. Those inside go on to their ends. A second call does nothing."""
         ...
@@ -181,6 +187,9 @@ class LocalReplica:
             found_tokens=found_tokens_of(self._llm.llm),
             kv_usage=kv_usage_of(self._llm.llm),
         )
+
+    async def figures(self) -> Mapping[str, Figures]:
+        return engine_figures(self._llm.llm)
 
     async def begin_drain(self) -> None:
         self._drains = True

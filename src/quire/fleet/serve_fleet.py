@@ -12,7 +12,7 @@ from functools import partial
 
 from quire.config import ServerConfig, ray_address
 from quire.fleet.fleet_plan import FleetPlan
-from quire.fleet.ray_serve import StartedFleet
+from quire.fleet.ray_serve.started_fleet import StartedFleet
 from quire.server.listen import Listeners
 from quire.server.run import frozen_objects, prepared
 from quire.server.stop import StopSignals

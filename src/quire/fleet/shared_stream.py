@@ -194,9 +194,7 @@ class Inbox:
         self, request: Request, *, request_id: str
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt at the replica, as ``ReplicaHandle.generate`` does."""
-        await self._opened.wait()
-        if self._lost is not None:
-            raise self._lost
+        await self.opened()
         self._remote.begin(to_send(request), request_id)
         reader = self._readers[request_id] = _Reader()
         try:
@@ -209,6 +207,12 @@ class Inbox:
             del self._readers[request_id]
             if not reader.is_over:
                 self._remote.leave(request_id)
+
+    async def opened(self) -> None:
+        """Wait until the replica can be asked. Raises: why it cannot be."""
+        await self._opened.wait()
+        if self._lost is not None:
+            raise self._lost
 
     @property
     def lost(self) -> Exception | None:

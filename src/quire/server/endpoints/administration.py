@@ -129,7 +129,7 @@ async def metrics(context: RequestContext) -> ASGIApp:
 
     They are read without waiting for a step, and also after the engine has failed.
     """
-    body, content_type = context.service.metrics.render()
+    body, content_type = await context.service.metrics.scrape()
     return Response(body, headers={**context.headers, "content-type": content_type})
 
 

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from quire.engine.llm import LLM
 from quire.engine.scheduling.block_carrier import TierReport
 from quire.engine.scheduling.offload_policy import OffloadReport
 from quire.server.metrics.family import (
+    Counts,
     Figures,
     MetricFamily,
     MetricReading,
@@ -15,6 +17,7 @@ from quire.server.metrics.family import (
     gauges,
     histogram,
     histograms,
+    read,
 )
 
 T = TypeVar("T")
@@ -614,3 +617,10 @@ HISTOGRAMS = (
 
 
 FAMILIES = (*GAUGES, *COUNTERS, *HISTOGRAMS)
+ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in SERVER_FAMILIES)
+
+
+def engine_figures(llm: LLM) -> dict[str, Figures]:
+    """Read an engine's figures without waiting for it, by metric. They can be pickled."""
+    reading = read(llm, Counts())
+    return {family.name: family.read(reading) for family in ENGINE_FAMILIES}

@@ -4,7 +4,8 @@ It is not OpenMetrics: there prometheus-client escapes the colons of names by de
 scraper reads this format.
 """
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, final
 
@@ -22,7 +23,14 @@ from prometheus_client.utils import floatToGoString
 from quire.engine.llm import LLM
 from quire.engine.statistics import Histogram
 from quire.server.metrics.definitions import FAMILIES, SERVER_FAMILIES
-from quire.server.metrics.family import Counts, MetricFamily, MetricSource, ServerReading, read
+from quire.server.metrics.family import (
+    Counts,
+    Figures,
+    MetricFamily,
+    MetricSource,
+    ServerReading,
+    read,
+)
 
 
 @final
@@ -36,11 +44,26 @@ class _EngineFigures:
     def families(self) -> Sequence[MetricFamily]:
         return SERVER_FAMILIES if self._llm is None else FAMILIES
 
+    async def ask(self) -> None:
+        """Do nothing: all of it is here."""
+
     def reading(self) -> Any:
         return ServerReading(self._counts) if self._llm is None else read(self._llm, self._counts)
 
 
-class Metrics(Collector):
+@final
+class _Collected(Collector):
+    """What a scrape has found, as prometheus_client wants it."""
+
+    def __init__(self, metrics: Callable[[], Iterator[Metric]]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics()
+
+
+@final
+class Metrics:
     """The metrics of one engine, read at each scrape without waiting for it.
 
     ``model_name`` is the name that it is served under. An engine that was closed or has failed is
@@ -54,29 +77,42 @@ class Metrics(Collector):
         self._values = {"model_name": name, "engine": "0"}
         self.counts = Counts()
         self._sources = (_EngineFigures(llm, self.counts), *more)
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
+
+    async def scrape(self) -> tuple[bytes, str]:
+        """Ask for what is elsewhere, and return the metrics and their content type.
+
+        The text is written in another thread: that of many engines takes a while.
+        """
+        await asyncio.gather(*(source.ask() for source in self._sources))
+        return await asyncio.to_thread(self._rendered, self._found())
 
     def render(self) -> tuple[bytes, str]:
-        """Return the metrics, and their content type."""
-        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+        """Return the metrics as they are known here, and their content type."""
+        return self._rendered(self._found())
 
-    def describe(self) -> list[Metric]:
-        """Return nothing: beside the process no other collector could have the same names."""
-        return []
+    def _found(self) -> list[tuple[MetricFamily, Figures]]:
+        """Read all families."""
+        return [
+            (family, family.read(reading))
+            for source in self._sources
+            for reading in [source.reading()]
+            for family in source.families
+        ]
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield all families, as prometheus_client has them."""
-        for source in self._sources:
-            reading = source.reading()
-            for family in source.families:
-                yield self._metric(family, reading)
+    def _rendered(self, found: Sequence[tuple[MetricFamily, Figures]]) -> tuple[bytes, str]:
+        def metrics() -> Iterator[Metric]:
+            for family, figures in found:
+                yield self._metric(family, figures)
+            yield from self._process.collect()
 
-    def _metric(self, family: MetricFamily, reading: Any) -> Metric:
+        return generate_latest(_Collected(metrics)), CONTENT_TYPE_PLAIN_0_0_4
+
+    def _metric(self, family: MetricFamily, read: Figures) -> Metric:
         labels = (*family.of, *family.labels)
         base = [self._values[label] for label in family.of]
-        figures = [([*base, *values], each) for values, each in family.read(reading).items()]
+        figures = [([*base, *values], each) for values, each in read.items()]
         if family.kind == "histogram":
             histogram = HistogramMetricFamily(family.name, family.meaning, labels=labels)
             for values, each in figures:

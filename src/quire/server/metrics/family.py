@@ -191,6 +191,10 @@ class MetricSource(Protocol):
         """Return its families."""
         ...
 
+    async def ask(self) -> None:
+        """Ask for figures that are in other processes, in bounded time."""
+        ...
+
     def reading(self) -> Any:
         """Return what each family's ``read`` is given, at this moment."""
         ...
