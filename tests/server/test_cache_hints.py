@@ -143,6 +143,60 @@ def test_a_mark_that_is_none_is_refused(llm: AsyncLLM, mark: Any, where: str) ->
     run(ask())
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_openais_breakpoints_are_kept_and_the_last_ones_count(llm: AsyncLLM, path: str) -> None:
+    name, kind = ("input", "input_text") if "responses" in path else ("messages", "text")
+    most = "max_output_tokens" if "responses" in path else "max_tokens"
+
+    def turn(role: str, words: str, mark: Any = None) -> dict[str, Any]:
+        part = {"type": kind, "text": words}
+        return {
+            "role": role,
+            "content": [part if mark is None else {**part, "prompt_cache_breakpoint": mark}],
+        }
+
+    of_system = num_tokens(f"# system: {SYSTEM}\n")
+    length = num_tokens(f"# system: {SYSTEM}\n# user: {QUESTION}\n# assistant: ")
+    mark = {"mode": "explicit"}
+
+    async def ask() -> None:
+        async with serving(CONFIG, llm=llm) as anonymous:
+            client = anonymous.with_key("alice-key")
+
+            async def kept(*turns: dict[str, Any], **fields: Any) -> tuple[int, set[float]]:
+                await forgotten(client)
+                asked = {"model": "demo", name: [*turns], most: 2, **fields}
+                answer = await client.post(path, asked)
+                assert answer.status == 200, answer.body
+                usage = answer.json["usage"]
+                details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+                policy = client.service.engine.llm.accounting.pools[0].evictable  # type: ignore[attr-defined]
+                times = policy._until_s[policy._grant_of > 0] - policy._clock()
+                return details.get("cache_write_tokens", 0), {*(times // 60).round().tolist()}
+
+            question = turn("user", QUESTION)
+            count, minutes = await kept(turn("system", SYSTEM, mark), question)
+            assert of_system - BLOCK < count <= of_system + 8  # the next user's words begin alike
+            assert minutes == {29}
+            longer = {**mark, "ttl": "12h"}
+            count, minutes = await kept(turn("system", SYSTEM), turn("user", QUESTION, longer))
+            assert (count, minutes) == (whole(length), {719})
+            # All is asked for besides, and of six marks the last three are kept.
+            turns = [turn("user", f"{number} {QUESTION[:40]}", mark) for number in range(6)]
+            count, minutes = await kept(*turns, prompt_cache_retention="24h")
+            assert count > 6 * 16
+            assert minutes == {1439}
+            first, *_ = turns
+            for wrong in ("explicit", {"mode": "implicit"}, {**mark, "ttl": "1h"}):
+                broken = {**first, "content": [{**first["content"][0]}]}
+                broken["content"][0]["prompt_cache_breakpoint"] = wrong
+                answer = await client.post(path, {"model": "demo", name: [broken], most: 2})
+                assert answer.status == 400
+                assert "[0].content[0].prompt_cache_breakpoint" in answer.error["message"]
+
+    run(ask())
+
+
 def test_too_many_marks_are_refused_before_any_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is read with all that comes before it: eight thousand took 46 seconds."""
     read: list[Any] = []

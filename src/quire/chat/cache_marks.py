@@ -1,11 +1,12 @@
 """Where a conversation says that its beginning is to be kept in the prefix cache.
 
-Anthropic's clients mark blocks of tools, system and messages with ``cache_control``: what comes
-before the end of such a block will be asked for again. How many tokens that is, only the template
-and the tokenizer know: ``Chat.num_shared_tokens``.
+Anthropic's clients mark blocks of tools, system and messages with ``cache_control``, OpenAI's parts
+of messages with ``prompt_cache_breakpoint``: what comes before the end of such a block will be
+asked for again. How many tokens that is, only the template and the tokenizer know:
+``Chat.num_shared_tokens``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -16,6 +17,8 @@ from quire.errors import RequestError
 from quire.sampling_params import MAX_RETENTIONS
 
 TTL_S: Final = MappingProxyType({"5m": 300.0, "1h": 3600.0})
+BREAKPOINT_S: Final = MappingProxyType({"30m": 1800.0, "12h": 43_200.0})
+_DEFAULT_BREAKPOINT = "30m"
 _DEFAULT_TTL = "5m"
 Objects = Sequence[Mapping[str, Any]]
 
@@ -60,6 +63,46 @@ def anthropic_marks(
         )
         for seconds, cut in found
     ]
+
+
+def openai_marks(
+    messages: Objects, read: Callable[[list[Mapping[str, Any]]], ChatInput]
+) -> list[CacheMark]:
+    """Find the marks of a chat's messages or of a response's items, in the order of the prompt.
+
+    Where more are marked than a request may keep, the last ones count: a client marks each turn
+    anew. ``read`` makes a conversation of the first messages. Raises: RequestError.
+    """
+    found = [
+        (index, place, seconds)
+        for index, message in enumerate(messages)
+        for place, seconds in _breakpoints(message, f"[{index}].content")
+    ]
+    marks = list[CacheMark]()
+    for index, place, seconds in found[-MAX_RETENTIONS:]:
+        message = messages[index]
+        kept = [*messages[:index], {**message, "content": message["content"][:place]}]
+        is_end = index == len(messages) - 1 and place == len(message["content"])
+        marks.append(CacheMark(seconds=seconds, beginning=None if is_end else read(kept)))
+    return marks
+
+
+def _breakpoints(message: Any, where: str) -> Iterator[tuple[int, float]]:
+    """Yield after how many parts of a message a mark is, and its seconds. Raises: RequestError."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    for index, part in enumerate(content if isinstance(content, list | tuple) else ()):
+        given = part.get("prompt_cache_breakpoint") if isinstance(part, Mapping) else None
+        if given is None:
+            continue
+        mode = given.get("mode") if isinstance(given, Mapping) else None
+        ttl = given.get("ttl") if isinstance(given, Mapping) else None
+        ttl = _DEFAULT_BREAKPOINT if ttl is None else ttl
+        if mode != "explicit" or not isinstance(ttl, str) or ttl not in BREAKPOINT_S:
+            raise RequestError(
+                f"{where}[{index}].prompt_cache_breakpoint must be an object with the mode "
+                f"explicit and, if wanted, a ttl, {' or '.join(BREAKPOINT_S)}"
+            )
+        yield index + 1, BREAKPOINT_S[ttl]
 
 
 def _cuts(

@@ -23,9 +23,9 @@ from quire.kv.policy_duel import HALF_LIFE, sample_of
 from quire.kv.shadow_caches import ByLast, ByLastButOne, EndedFirst, NewcomersFirst, ShadowCache
 
 # What an account can owe while its order has the seat: so many of the prompts that are used lately,
-# which are found whole or not at all, and at least so much of the pool's blocks. An order that lost
+# which are found whole or not at all, within these parts of the pool's blocks. An order that lost
 # its seat and promises more again when its debt is paid may owe twice as many prompts.
-_PROMPTS, _MOST_PROMPTS, _STAKE = 4, 16, 1 / 128
+_PROMPTS, _MOST_PROMPTS, _STAKE, _MOST_STAKE = 4, 16, 1 / 128, 1 / 16
 _SHARE = 1 / 256  # of LRU's hits, paid into each account
 _MOST = 1 / 4  # of the pool's blocks: what an account can hold
 _LATELY = 1 / 64  # the weight of the last prompt in the mean of their lengths
@@ -137,7 +137,8 @@ class OrderTrials:
     def _best(self) -> Order:
         won, accounts, seat = self._won, self._accounts, self.seat
         if seat is not Order.LAST:
-            stake = max(self._num_blocks * _STAKE, self._mean_length * self._prompts[seat])
+            stake = min(self._mean_length * self._prompts[seat], self._num_blocks * _MOST_STAKE)
+            stake = max(stake, self._num_blocks * _STAKE)
             if accounts[seat] < -stake:
                 self._prompts[seat] = min(2 * self._prompts[seat], _MOST_PROMPTS)
                 self._have_lost.add(seat)

@@ -2,9 +2,11 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from msgspec import UNSET
 
+from quire.chat.cache_marks import openai_marks
 from quire.chat.conversation import ChatInput
 from quire.chat.output_events import (
     ArgumentsDelta,
@@ -56,14 +58,16 @@ async def chat_completions(
 
 async def chat_request(context: RequestContext, asked: ChatRequest) -> TurnRequest:
     """Write the prompt, and make the engine's request. Raises: Refused; RequestError."""
+    chat = conversation(asked)
     return await turn_request(
         context,
-        conversation(asked),
+        chat,
         asked,
         max_tokens=asked.max_tokens
         if asked.max_completion_tokens is None
         else asked.max_completion_tokens,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        marks=openai_marks(asked.messages, lambda first: replace(chat, messages=first)),
     )
 
 

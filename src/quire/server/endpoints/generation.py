@@ -23,6 +23,7 @@ from quire.engine.prompts import Prompt, ShownPrompt
 from quire.engine.sequence import Embedding, Request, TokenLogprobs
 from quire.errors import RequestError
 from quire.sampling_params import (
+    MAX_RETENTIONS,
     CacheRetention,
     Params,
     SamplingParams,
@@ -595,7 +596,11 @@ async def turn_request(
         )
     # Of a prompt that is cut, another beginning is left.
     if marks and asked.cache_hint is None and asked.truncate_prompt_tokens is None:
-        params = replace(params, cache_hint=await _retentions(context, prompt, marks))
+        whole = params.cache_hint  # OpenAI's fields ask for all of a prompt
+        kept = (whole,) if isinstance(whole, CacheRetention) else ()
+        last = marks[len(kept) - MAX_RETENTIONS :]
+        kept += await _retentions(context, prompt, last)
+        params = replace(params, cache_hint=kept)
     own_stops = frozenset(prompt.stop) - set(params.stop)
     params = replace(params, stop=(*params.stop, *prompt.stop))
     if asked.skip_special_tokens is None:

@@ -1,14 +1,16 @@
 """``POST /v1/responses``: answer a conversation, whole, in pieces, or without a connection."""
 
 from bisect import bisect_left
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from quire.chat.api_inputs import from_responses
+from quire.chat.cache_marks import CacheMark, openai_marks
 from quire.chat.conversation import Chat, ChatInput
 from quire.chat.plain_json import has_images
 from quire.errors import RequestTooLong
@@ -76,15 +78,17 @@ async def _responding(
     if num_top is None and _LOGPROBS in (asked.include or ()):
         num_top = 0
     num_bytes = sum(map(len, before))
+    chat, marks = await context.in_text_thread(
+        _conversation, context.service, asked, before, num_bytes=num_bytes
+    )
     turn = await take_turn(
         context,
-        await context.in_text_thread(
-            _conversation, context.service, asked, before, num_bytes=num_bytes
-        ),
+        chat,
         asked,
         max_tokens=asked.max_output_tokens,
         logprobs=num_top,
         num_bytes=num_bytes,
+        marks=marks,
     )
     keep = partial(_keep, context, before) if asked.is_kept else _forget
     return Responding(
@@ -182,18 +186,26 @@ def _continued(context: RequestContext, asked: ResponsesRequest) -> tuple[bytes,
 
 def _conversation(
     service: Service, asked: ResponsesRequest, before: tuple[bytes, ...]
-) -> ChatInput:
-    """Return what of a request concerns the prompt. It may take a while. Raises: RequestError."""
-    chat = from_responses(
-        readable(decoded(before)),
-        instructions=asked.instructions,
-        tools=asked.tools,
-        tool_choice=asked.tool_choice,
-        parallel_tool_calls=asked.parallel_tool_calls,
-    )
+) -> tuple[ChatInput, list[CacheMark]]:
+    """Return what of a request concerns the prompt, and what of it is to be kept in the cache.
+
+    It may take a while. Raises: RequestError.
+    """
     effort = None if asked.reasoning is None else asked.reasoning.effort
     kwargs = {**reasoning_kwargs(effort), **(asked.chat_template_kwargs or {})}
-    chat = replace(chat, chat_template_kwargs=kwargs)
+
+    def read(items: Sequence[Mapping[str, Any]]) -> ChatInput:
+        chat = from_responses(
+            items,
+            instructions=asked.instructions,
+            tools=asked.tools,
+            tool_choice=asked.tool_choice,
+            parallel_tool_calls=asked.parallel_tool_calls,
+        )
+        return replace(chat, chat_template_kwargs=kwargs)
+
+    items = readable(decoded(before))
+    chat, marks = read(items), openai_marks(items, read)
     if asked.truncation == "auto":
         if any(has_images(message.get("content")) for message in chat.messages):
             raise invalid(
@@ -202,8 +214,11 @@ def _conversation(
                 "what is not needed",
             )
         most = service.max_model_len - (asked.max_output_tokens or 1)
+        num_messages = len(list(chat.messages))
         chat = _shortened(service.chat, chat, most)
-    return chat
+        if len(list(chat.messages)) < num_messages:  # what was marked is no beginning of it
+            marks = []
+    return chat, marks
 
 
 def _shortened(chat: Chat, asked: ChatInput, most_tokens: int) -> ChatInput:
