@@ -23,10 +23,10 @@ from quire.kv.policy_duel import HALF_LIFE, sample_of
 from quire.kv.shadow_caches import ByLast, ByLastButOne, EndedFirst, NewcomersFirst, ShadowCache
 
 # What an account can owe while its order has the seat: so many of the prompts that are used lately,
-# which are found whole or not at all, within these parts of the pool's blocks. An order that lost
+# which are found whole or not at all, and at least so much of the pool's blocks. An order that lost
 # its seat and promises more again when its debt is paid may owe twice as many prompts.
-_PROMPTS, _MOST_PROMPTS, _STAKE, _MOST_STAKE = 4, 16, 1 / 128, 1 / 16
-_SHARE = 1 / 256  # of LRU's hits, paid into each account
+_PROMPTS, _MOST_PROMPTS, _STAKE = 4, 16, 1 / 128
+_SHARE = 1 / 128  # of LRU's hits, paid into each account: what a trial may lose in the long run
 _MOST = 1 / 4  # of the pool's blocks: what an account can hold
 _LATELY = 1 / 64  # the weight of the last prompt in the mean of their lengths
 
@@ -88,6 +88,7 @@ class OrderTrials:
         self._have_lost: set[Order] = set()  # more than the stake, in some trial
         self.seat: Order = Order.LAST
         self._tried: Order = Order.LAST
+        self._back_at = 0  # when LRU's own blocks are there again
 
     def sampled(self, prints: npt.NDArray[np.uint32]) -> list[int]:
         """List those of fingerprints (u32[n], deepest first) in the sample, shallowest first."""
@@ -106,17 +107,20 @@ class OrderTrials:
             found = min(found + self._gap, len(last_uses))
         self._mean_length += (len(last_uses) - self._mean_length) * _LATELY
         accounts, share = self._accounts, found * _SHARE
-        accounts[self._tried] += num_hits - found
+        # Later LRU's count says nothing of the trial, and it is a little too high.
+        if self.seat is not Order.LAST or now < self._back_at:
+            accounts[self._tried] += num_hits - found
         for order in _MARGINS:
             accounts[order] = min(accounts[order] + share, self._num_blocks * _MOST)
         if prints and len(prints) <= self._size:
             decay = 0.5 ** (len(prints) / (HALF_LIFE * self._size))
             hits = [shadow.request(prints) for shadow in self._shadows]
             self._won = [(won + new) * decay for won, new in zip(self._won, hits, strict=True)]
-        self.seat = self._best()
-        if self.seat is not Order.LAST:
-            self._tried = self.seat
-        return self.seat
+        seat = self._best()
+        if seat is not self.seat:
+            self._tried, self._back_at = max(seat, self.seat), now + self._num_blocks
+            self.seat = seat
+        return seat
 
     def end(self, prints: list[int]) -> None:
         """Note that sampled fingerprints, used just now, have ended; shallowest first."""
@@ -133,15 +137,16 @@ class OrderTrials:
     def rewind(self, ticks: int) -> None:
         """Set the clock back."""
         self.lru.rewind(ticks)
+        self._back_at -= ticks
 
     def _best(self) -> Order:
         won, accounts, seat = self._won, self._accounts, self.seat
         if seat is not Order.LAST:
-            stake = min(self._mean_length * self._prompts[seat], self._num_blocks * _MOST_STAKE)
-            stake = max(stake, self._num_blocks * _STAKE)
+            stake = max(self._num_blocks * _STAKE, self._mean_length * self._prompts[seat])
             if accounts[seat] < -stake:
                 self._prompts[seat] = min(2 * self._prompts[seat], _MOST_PROMPTS)
                 self._have_lost.add(seat)
+                accounts[seat] = -stake  # what one long prompt took besides is not owed for ever
                 seat = Order.LAST
             elif won[Order.LAST] > won[seat] + _LEAD:
                 seat = Order.LAST

@@ -225,8 +225,8 @@ class _Product:
         self.most_rows, self._at_once = most_rows, most_rows
         if linears.batch_invariant:
             self.most_rows = sys.maxsize
-            if linears.most_rows is None:
-                self._at_once = self._shape.rows_at_once(self._num_inputs)
+        if linears.most_rows is None and self.most_rows == sys.maxsize:
+            self._at_once = self._shape.rows_at_once(self._num_inputs)
         self._work = linears.kernels.address(
             f"linear {self._shape}", lambda module: write_worker(module, self._shape, self._isa)
         )

@@ -3,6 +3,7 @@
 Everything here is a 64-bit integer for them: an address, a count, or a stride in bytes.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ class ProductShape:
             "bf16": isa.bf16_convert,
             "f16": wide and "+avx512fp16" in isa.features,
         }[self.kind]
-        return 64 if not known else 16 if wide else 8
+        return sys.maxsize if not known else 16 if wide else 8
 
     def rows_at_once(self, num_inputs: int) -> int:
         """Return how many of many rows are multiplied in one pass over the weights.
