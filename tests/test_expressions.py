@@ -44,6 +44,7 @@ SEEDS: dict[str | bytes, str] = {
     r"\d{1,4}(\.\d+)?": "12.5",
     r"(\d+(?:\.\d+)?)([kKmM])": "12.5k",
     r"-O\d": "-O3",
+    r"(?:(\d{1,5})x)?(\d{1,5})x(\d{1,5})": "2x1024x768",
     r"chunk-(\d+)-trace\.csv": "chunk-12-trace.csv",
     r"\.experts?\.\d+\.": "a.experts.12.b",
     r"auto|cpu|cuda(:[0-9]{1,3})?": "cuda:12",

@@ -205,6 +205,8 @@ OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
         "OPENAI_BASE_URL": "Server that `OPENAI_API_KEY` belongs to. Default: OpenAI's.",
         "VLLM_API_KEY": "As `QUIRE_API_KEY`, where no option of Quire sets a key. Empty, it is "
         "refused.",
+        "VLLM_BATCH_INVARIANT": "As `QUIRE_BATCH_INVARIANT`, where no option of Quire says it: `1` "
+        "or `0`.",
         "VLLM_CPU_KVCACHE_SPACE": "Size of the KV memory in GiB, where no option of Quire sizes "
         "it; 0 sets nothing.",
         "RAY_ADDRESS": "Ray cluster that `quire fleet` joins. Without it, it starts Ray itself.",

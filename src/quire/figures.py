@@ -30,10 +30,11 @@ class Scale:
         low, high, value = self.low, self.high, min(max(value, self.low), self.high)
         if self.logarithmic:
             low, high, value = log10(low), log10(high), log10(value)
-        if high <= low:
-            return self.start
         # The halves cannot overflow, as the span of the largest floats would.
-        fraction = (value / 2 - low / 2) / (high / 2 - low / 2)
+        span = high / 2 - low / 2
+        if span <= 0:  # also of the two smallest floats
+            return self.start
+        fraction = (value / 2 - low / 2) / span
         return self.start + fraction * (self.stop - self.start)
 
 

@@ -687,7 +687,7 @@ def test_each_prompt_can_have_parameters_of_its_own() -> None:
     [
         ({"cach": "paged"}, "unknown option 'cach'; did you mean 'cache'"),
         ({"max_seqs": 2}, "unknown option 'max_seqs'; did you mean 'max_num_seqs'"),
-        ({"zzz": 2}, "unknown option 'zzz'; known: attention_backend, block_size"),
+        ({"zzz": 2}, "unknown option 'zzz'; known: attention_backend, batch_invariant, block_size"),
         ({"cache": "sparse"}, "cache='sparse' is no cache strategy; known: contiguous, growing"),
         ({"cache": None}, "cache=None is no cache strategy"),
         ({"cache": ["paged"]}, "is no cache strategy"),

@@ -4,7 +4,7 @@ from itertools import pairwise
 from math import isfinite
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.figures import Scale, spread, ticks, ticks_of_powers, ticks_of_time
@@ -56,6 +56,7 @@ def test_time_is_read_in_a_unit_that_suits_it(longest_s: float, last: float, uni
 
 
 @given(st.floats(-1e300, 1e300), st.floats(-1e300, 1e300), st.floats(-1e300, 1e300), st.booleans())
+@example(0.0, 5e-324, 0.0, False)
 def test_a_place_is_within_the_frame(
     one: float, other: float, value: float, logarithmic: bool
 ) -> None:

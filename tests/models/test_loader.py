@@ -381,5 +381,5 @@ def test_an_adopted_model_keeps_its_dtype() -> None:
 
 
 def test_a_tokenizer_beside_a_folder_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="tokenizer= goes with a model in memory"):
+    with pytest.raises(ConfigError, match="goes with a model in memory"):
         LLM(folder, tokenizer=object())

@@ -233,8 +233,8 @@ def loaded_model(
     if model is None or isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise ConfigError(
-                "tokenizer= takes a model in memory, or the folder or hub name of another "
-                f"tokenizer, not {type(tokenizer).__name__}"
+                f"a tokenizer ({type(tokenizer).__name__}) goes with a model in memory: beside a "
+                f"folder or hub name, tokenizer= takes the folder or hub name of another one"
             )
         if config.tensor_parallel_size > 1:
             return load_parts(

@@ -34,7 +34,7 @@ _METADATA = frozenset({"fps", "total_num_frames", "frames_indices", "duration"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class MediaKind:
     """Images or videos of one model. ``why_not``: why none can be shown to it; empty otherwise."""
 
     why_not: str = ""
@@ -49,7 +49,7 @@ class Kind:
         return not self.why_not and self.token_id >= 0
 
 
-_NO_KIND = Kind(why_not="it reads text")
+_NO_KIND = MediaKind(why_not="it reads text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -57,7 +57,7 @@ class Vision:
     """Of one model. Where it is shown no image, it is shown no video."""
 
     name: str
-    kinds: Mapping[Modality, Kind] = field(default_factory=lambda: MappingProxyType({}))
+    kinds: Mapping[Modality, MediaKind] = field(default_factory=lambda: MappingProxyType({}))
     encoder: EncoderFootprint | None = None  # what the largest image takes
     chat_template: str | None = None  # if the processor has one, and the tokenizer none
     _processor: Any = None
@@ -66,10 +66,10 @@ class Vision:
     @classmethod
     def of(cls, loaded: LoadedModel, most: Mapping[Modality, int]) -> "Vision":
         """Read a model's, whose prompts may have so many images and videos."""
-        none: dict[Modality, Kind] = {}
+        none: dict[Modality, MediaKind] = {}
         for modality, number in most.items():
             why_not = _why_not(loaded, modality)
-            none[modality] = Kind(why_not=why_not or ("" if number else _LIMITED))
+            none[modality] = MediaKind(why_not=why_not or ("" if number else _LIMITED))
         if none["image"].why_not:
             return cls(name=loaded.name, kinds=none)
         model, processor = loaded.model, loaded.processor
@@ -77,7 +77,7 @@ class Vision:
         kinds = {
             modality: kind
             if kind.why_not
-            else Kind(
+            else MediaKind(
                 most=most[modality],
                 token_id=_token_id(model, modality),
                 placeholder=getattr(processor, f"{modality}_token"),
@@ -105,13 +105,13 @@ class Vision:
         """What a prompt says where an image goes."""
         return self.of_kind("image").placeholder
 
-    def of_kind(self, modality: Modality) -> Kind:
+    def of_kind(self, modality: Modality) -> MediaKind:
         """Return what is known of images, or of videos."""
         return self.kinds.get(modality, _NO_KIND)
 
     def without(self, modality: Modality, why_not: str) -> "Vision":
         """Return one that shows none of a kind, for a reason."""
-        return replace(self, kinds={**self.kinds, modality: Kind(why_not=why_not)})
+        return replace(self, kinds={**self.kinds, modality: MediaKind(why_not=why_not)})
 
     def check(self, modality: Modality = "image") -> None:
         """Raise RequestError if no image can be shown, or no video."""
@@ -400,12 +400,9 @@ def _why_not(loaded: LoadedModel, modality: Modality) -> str:
             "it came without a processor (preprocessor_config.json), or Pillow is not installed"
         )
     if getattr(processor, f"{modality}_token", None) is None:
-        return f"its {type(processor).__name__} has no placeholder for {_A[modality]}"
+        return f"its {type(processor).__name__} has no placeholder for {modality}s"
     if modality == "video" and getattr(processor, "video_processor", None) is None:
         return f"its {type(processor).__name__} reads none"
     if token_id >= loaded.vocab_size:
         return f"its placeholder, token {token_id}, is not in the vocabulary"
     return ""
-
-
-_A: Mapping[Modality, str] = {"image": "an image", "video": "a video"}
