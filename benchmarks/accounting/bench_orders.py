@@ -16,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
+from benchmarks.accounting.generated_traffic import as_prompts, circle, generated
 from benchmarks.accounting.prefix_traces import BLOCK_TOKENS, MOONCAKE
 from benchmarks.harness.report import Output, Run, Table, WithClaims, skip_without_traces
 from quire.planner.hit_rates import Prompts, prompts_of
 from quire.planner.hit_rates.optimum import Optimum
 from quire.planner.hit_rates.policy_replay import PolicyReplay
 from quire.planner.hit_rates.stack_distances import lru_hits
-from quire.traces import TraceRequest, open_trace
+from quire.traces import open_trace
 
 KV_TESTER = "kv-cache-tester.tar.zst"
 TracesFolder = Annotated[
@@ -34,6 +35,7 @@ NUM_SIZES, FROM_TOKENS, TO_TOKENS = 24, MILLION // 2, 64 * MILLION
 WRONG = (0.0, 0.2, 0.33)  # shares of the hints
 _EVERY = 4  # one in so many sizes with hints
 LOOP_BLOCKS, LOOP_CACHE, LOOP_ROUNDS = 8_800, 8_000, 12
+PARTS = (0.03, 0.1, 0.2, 0.4, 0.7)  # of the blocks of generated traffic: sizes of the cache
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,13 +101,7 @@ def ends_of(prompts: Prompts, num_requests: int) -> npt.NDArray[np.bool_]:
 
 def loop() -> Found:
     """Blocks that are read in a circle, 22 at a time, and are a tenth more than the cache has."""
-    chains = np.arange(LOOP_BLOCKS).reshape(-1, 22).tolist()
-    prompts = prompts_of(
-        TraceRequest(
-            at_s=0, input_tokens=len(ids), output_tokens=1, hash_ids=tuple(ids), id_tokens=1
-        )
-        for ids in chains * LOOP_ROUNDS
-    )
+    prompts = as_prompts(circle(LOOP_BLOCKS, LOOP_ROUNDS))
     percent = 100 / prompts.num_tokens
     return Found(
         blocks=LOOP_CACHE,
@@ -113,6 +109,24 @@ def loop() -> Found:
         optimum=Optimum(prompts).hits(LOOP_CACHE) * percent,
         choice=PolicyReplay(prompts).hits(LOOP_CACHE, "choice") * percent,
     )
+
+
+def made_up(seed: int) -> Iterator[tuple[str, Found]]:
+    """Yield what is found of generated traffic: its kind, and each size."""
+    for name, prompts in generated(seed):
+        replay, future = PolicyReplay(prompts), Optimum(prompts)
+        sizes = [max(100, int(prompts.num_blocks * part)) for part in PARTS]
+        percent = 100 / prompts.num_tokens
+        for size, lru in zip(sizes, lru_hits(prompts, sizes), strict=True):
+            yield (
+                name,
+                Found(
+                    blocks=size,
+                    lru=lru * percent,
+                    optimum=future.hits(size) * percent,
+                    choice=replay.hits(size, "choice") * percent,
+                ),
+            )
 
 
 # -- what is shown ---------------------------------------------------------------------------------
@@ -132,7 +146,27 @@ def table(name: str, found: Sequence[Found]) -> Table:
     )
 
 
-def claims(every: dict[str, list[Found]], circle: Found) -> Iterator[dict[str, Any]]:
+def table_of_made_up(found: Sequence[tuple[str, Found]]) -> Table:
+    rows = [
+        [
+            kind,
+            f"{each.blocks:,}",
+            *(f"{cell:.2f}" for cell in (each.lru, each.choice)),
+            f"{each.choice / each.lru:.3f}" if each.lru else "",
+            f"{each.optimum:.2f}",
+        ]
+        for kind, each in found
+    ]
+    return Table(
+        title="Generated traffic: found in percent of prompt blocks",
+        columns=("traffic", "blocks", "lru", "choice", "choice / lru", "optimum"),
+        rows=rows,
+    )
+
+
+def claims(
+    every: dict[str, list[Found]], generated: Sequence[tuple[str, Found]], circle: Found
+) -> Iterator[dict[str, Any]]:
     for name, found in every.items():
         worst = min(found, key=lambda each: each.choice / each.lru)
         yield _claim(
@@ -149,6 +183,16 @@ def claims(every: dict[str, list[Found]], circle: Found) -> Iterator[dict[str, A
             ">= 1 x",
             holds=worst.hinted[-1] >= worst.lru,
         )
+    kind, worst = min(
+        ((kind, each) for kind, each in generated if each.lru),
+        key=lambda pair: pair[1].choice / pair[1].lru,
+    )
+    yield _claim(
+        f"generated traffic: choice against LRU, the worst: {kind}, {worst.blocks:,} blocks",
+        (worst.choice, worst.lru),
+        ">= 0.99 x",
+        holds=worst.choice >= 0.99 * worst.lru,
+    )
     yield _claim(
         f"{LOOP_BLOCKS:,} blocks in a circle, a cache of {LOOP_CACHE:,}: found, and the optimum",
         (circle.choice, circle.optimum),
@@ -174,7 +218,9 @@ app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
 @app.command()
 def main(
     traces: TracesFolder = None,
-    seed: Annotated[int, typer.Option(help="Of the wrong hints, and of when agents begin.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of wrong hints, when agents begin, and generated traffic.")
+    ] = 0,
     with_claims: WithClaims = False,
     output: Output = None,
 ) -> None:
@@ -188,12 +234,16 @@ def main(
         trace = open_trace(path, seed=seed)
         prompts = prompts_of(trace, block_tokens=BLOCK_TOKENS, whole_blocks=True)
         every[name] = measure(name, prompts, seed, run)
-    circle = loop()
+    of_loop, of_made_up = loop(), [*made_up(seed)]
     run.end(
-        [*(table(name, found) for name, found in every.items()), table("A circle", [circle])],
+        [
+            *(table(name, found) for name, found in every.items()),
+            table_of_made_up(of_made_up),
+            table("A circle", [of_loop]),
+        ],
         run.setting(f" --traces … --seed {seed}"),
         notes=notes,
-        claims=claims(every, circle) if with_claims else (),
+        claims=claims(every, of_made_up, of_loop) if with_claims else (),
         output=output,
     )
 

@@ -7,8 +7,8 @@ LRU would have found: that needs no sample, because the last uses of the blocks 
 the trial finds more; what it finds less is paid out. An order that owes more than a stake loses its
 seat to LRU, until its share has paid the debt.
 
-So what all trials lose against LRU is bounded by the stakes, the shares, and what is lost on the
-way back to LRU's own blocks, which is paid out too.
+So what all trials lose against LRU is bounded by the stakes, the shares, the last prompt of each
+trial, and what is lost on the way back to LRU's own blocks, which is paid out too.
 """
 
 import math
