@@ -26,7 +26,9 @@ from quire.kv.shadow_caches import ByLast, ByLastButOne, EndedFirst, NewcomersFi
 # which are found whole or not at all, and at least so much of the pool's blocks. An order that lost
 # its seat and promises more again when its debt is paid may owe twice as many prompts.
 _PROMPTS, _MOST_PROMPTS, _STAKE = 4, 16, 1 / 128
-_SHARE = 1 / 128  # of LRU's hits, paid into each account: what a trial may lose in the long run
+# Of LRU's hits, paid into each account: what its trials may lose in the long run. Where most of what
+# clients say is wrong, it is lost for good.
+_SHARE, _SHARE_OF_HINTED = 1 / 128, 1 / 256
 _MOST = 1 / 4  # of the pool's blocks: what an account can hold
 _LATELY = 1 / 64  # the weight of the last prompt in the mean of their lengths
 
@@ -106,12 +108,13 @@ class OrderTrials:
         if num_hits < found < len(last_uses):  # the deepest that LRU had may not be remembered
             found = min(found + self._gap, len(last_uses))
         self._mean_length += (len(last_uses) - self._mean_length) * _LATELY
-        accounts, share = self._accounts, found * _SHARE
+        accounts = self._accounts
         # Later LRU's count says nothing of the trial, and it is a little too high.
         if self.seat is not Order.LAST or now < self._back_at:
             accounts[self._tried] += num_hits - found
         for order in _MARGINS:
-            accounts[order] = min(accounts[order] + share, self._num_blocks * _MOST)
+            share = _SHARE_OF_HINTED if order >= Order.ENDED_EARLIER else _SHARE
+            accounts[order] = min(accounts[order] + found * share, self._num_blocks * _MOST)
         if prints and len(prints) <= self._size:
             decay = 0.5 ** (len(prints) / (HALF_LIFE * self._size))
             hits = [shadow.request(prints) for shadow in self._shadows]
