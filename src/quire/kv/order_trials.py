@@ -26,8 +26,8 @@ from quire.kv.shadow_caches import ByLast, ByLastButOne, EndedFirst, NewcomersFi
 # which are found whole or not at all, and at least so much of the pool's blocks. An order that lost
 # its seat and promises more again when its debt is paid may owe twice as many prompts.
 _PROMPTS, _MOST_PROMPTS, _STAKE = 4, 16, 1 / 128
-# Of LRU's hits, paid into each account: what its trials may lose in the long run. Where most of what
-# clients say is wrong, it is lost for good.
+# Of LRU's hits, paid into each account: what its trials may lose in the long run. Where most of
+# what clients say is wrong, it is lost for good.
 _SHARE, _SHARE_OF_HINTED = 1 / 128, 1 / 256
 _MOST = 1 / 4  # of the pool's blocks: what an account can hold
 _LATELY = 1 / 64  # the weight of the last prompt in the mean of their lengths
