@@ -121,7 +121,10 @@ class OrderTrials:
             self._won = [(won + new) * decay for won, new in zip(self._won, hits, strict=True)]
         seat = self._best()
         if seat is not self.seat:
-            self._tried, self._back_at = max(seat, self.seat), now + self._num_blocks
+            if seat is Order.LAST:
+                self._back_at = now + self._num_blocks
+            else:
+                self._tried = seat
             self.seat = seat
         return seat
 
