@@ -597,7 +597,7 @@ async def turn_request(
     # Of a prompt that is cut, another beginning is left.
     if marks and asked.cache_hint is None and asked.truncate_prompt_tokens is None:
         whole = params.cache_hint  # OpenAI's fields ask for all of a prompt
-        kept = (whole,) if isinstance(whole, CacheRetention) else ()
+        kept: tuple[CacheRetention, ...] = (whole,) if isinstance(whole, CacheRetention) else ()
         last = marks[len(kept) - MAX_RETENTIONS :]
         kept += await _retentions(context, prompt, last)
         params = replace(params, cache_hint=kept)
