@@ -35,6 +35,7 @@ NUM_SIZES, FROM_TOKENS, TO_TOKENS = 24, MILLION // 2, 64 * MILLION
 WRONG = (0.0, 0.2, 0.33)  # shares of the hints
 _EVERY = 4  # one in so many sizes with hints
 LOOP_BLOCKS, LOOP_CACHE, LOOP_ROUNDS = 8_800, 8_000, 12
+COLUMNS = ("lru", "choice", "choice / lru", "optimum")
 PARTS = (0.03, 0.1, 0.2, 0.4, 0.7)  # of the blocks of generated traffic: sizes of the cache
 
 
@@ -66,21 +67,28 @@ def measure(name: str, prompts: Prompts, seed: int, run: Run) -> list[Found]:
     """Replay a trace at each size."""
     tokens = np.geomspace(FROM_TOKENS, TO_TOKENS, NUM_SIZES)
     sizes = [int(each) // BLOCK_TOKENS for each in tokens]
-    replay, future, found = PolicyReplay(prompts), Optimum(prompts), list[Found]()
+    replay, found = PolicyReplay(prompts), list[Found]()
     hints = [_hints(prompts, wrong, seed) for wrong in WRONG]
     percent = 100 / prompts.num_tokens
-    for number, (size, lru) in enumerate(zip(sizes, lru_hits(prompts, sizes), strict=True)):
-        each = Found(
+    for number, each in enumerate(_found(prompts, replay, sizes)):
+        if number % _EVERY == 0:
+            each.hinted = [
+                replay.hits(each.blocks, "choice", ended=ended) * percent for ended in hints
+            ]
+        run.aside.print(f"{name}, {each.tokens:.1f} M tokens: {each}", markup=False)
+        found.append(each)
+    return found
+
+
+def _found(prompts: Prompts, replay: PolicyReplay, sizes: Sequence[int]) -> Iterator[Found]:
+    future, percent = Optimum(prompts), 100 / prompts.num_tokens
+    for size, lru in zip(sizes, lru_hits(prompts, sizes), strict=True):
+        yield Found(
             blocks=size,
             lru=lru * percent,
             optimum=future.hits(size) * percent,
             choice=replay.hits(size, "choice") * percent,
         )
-        if number % _EVERY == 0:
-            each.hinted = [replay.hits(size, "choice", ended=ended) * percent for ended in hints]
-        run.aside.print(f"{name}, {each.tokens:.1f} M tokens: {each}", markup=False)
-        found.append(each)
-    return found
 
 
 def _hints(prompts: Prompts, wrong: float, seed: int) -> list[bool]:
@@ -102,66 +110,46 @@ def ends_of(prompts: Prompts, num_requests: int) -> npt.NDArray[np.bool_]:
 def loop() -> Found:
     """Blocks that are read in a circle, 22 at a time, and are a tenth more than the cache has."""
     prompts = as_prompts(circle(LOOP_BLOCKS, LOOP_ROUNDS))
-    percent = 100 / prompts.num_tokens
-    return Found(
-        blocks=LOOP_CACHE,
-        lru=lru_hits(prompts, [LOOP_CACHE])[0] * percent,
-        optimum=Optimum(prompts).hits(LOOP_CACHE) * percent,
-        choice=PolicyReplay(prompts).hits(LOOP_CACHE, "choice") * percent,
-    )
+    [found] = _found(prompts, PolicyReplay(prompts), [LOOP_CACHE])
+    return found
 
 
 def made_up(seed: int) -> Iterator[tuple[str, Found]]:
     """Yield what is found of generated traffic: its kind, and each size."""
     for name, prompts in generated(seed):
-        replay, future = PolicyReplay(prompts), Optimum(prompts)
         sizes = [max(100, int(prompts.num_blocks * part)) for part in PARTS]
-        percent = 100 / prompts.num_tokens
-        for size, lru in zip(sizes, lru_hits(prompts, sizes), strict=True):
-            yield (
-                name,
-                Found(
-                    blocks=size,
-                    lru=lru * percent,
-                    optimum=future.hits(size) * percent,
-                    choice=replay.hits(size, "choice") * percent,
-                ),
-            )
+        for each in _found(prompts, PolicyReplay(prompts), sizes):
+            yield name, each
 
 
 # -- what is shown ---------------------------------------------------------------------------------
 
 
 def table(name: str, found: Sequence[Found]) -> Table:
-    columns = ("M tokens", "lru", "choice", "choice / lru", "optimum")
     rows = []
     for each in found:
         hinted = [f"{percent:.2f}" for percent in each.hinted] or ["" for _ in WRONG]
-        cells = (each.tokens, each.lru, each.choice)
-        ratio = f"{each.choice / each.lru:.3f}" if each.lru else ""
-        rows.append([*(f"{cell:.2f}" for cell in cells), ratio, f"{each.optimum:.2f}", *hinted])
+        rows.append([f"{each.tokens:.2f}", *_cells(each), *hinted])
     titles = (f"hints, {100 * wrong:.0f} % wrong" for wrong in WRONG)
     return Table(
-        title=f"{name}: found in percent of prompt tokens", columns=(*columns, *titles), rows=rows
+        title=f"{name}: found in percent of prompt tokens",
+        columns=("M tokens", *COLUMNS, *titles),
+        rows=rows,
     )
 
 
 def table_of_made_up(found: Sequence[tuple[str, Found]]) -> Table:
-    rows = [
-        [
-            kind,
-            f"{each.blocks:,}",
-            *(f"{cell:.2f}" for cell in (each.lru, each.choice)),
-            f"{each.choice / each.lru:.3f}" if each.lru else "",
-            f"{each.optimum:.2f}",
-        ]
-        for kind, each in found
-    ]
     return Table(
         title="Generated traffic: found in percent of prompt blocks",
-        columns=("traffic", "blocks", "lru", "choice", "choice / lru", "optimum"),
-        rows=rows,
+        columns=("traffic", "blocks", *COLUMNS),
+        rows=[[kind, f"{each.blocks:,}", *_cells(each)] for kind, each in found],
     )
+
+
+def _cells(found: Found) -> list[str]:
+    """Return what stands below ``COLUMNS``."""
+    ratio = f"{found.choice / found.lru:.3f}" if found.lru else ""
+    return [f"{found.lru:.2f}", f"{found.choice:.2f}", ratio, f"{found.optimum:.2f}"]
 
 
 def claims(
