@@ -80,17 +80,16 @@ def openai_marks(
     ]
     marks = list[CacheMark]()
     for index, place, seconds in found[-MAX_RETENTIONS:]:
-        message = messages[index]
-        kept = [*messages[:index], {**message, "content": message["content"][:place]}]
-        is_end = index == len(messages) - 1 and place == len(message["content"])
-        marks.append(CacheMark(seconds=seconds, beginning=None if is_end else read(kept)))
+        is_end = index == len(messages) - 1 and place == len(messages[index]["content"])
+        beginning = None if is_end else read(_first(messages, index, place))
+        marks.append(CacheMark(seconds=seconds, beginning=beginning))
     return marks
 
 
 def _breakpoints(message: Any, where: str) -> Iterator[tuple[int, float]]:
     """Yield after how many parts of a message a mark is, and its seconds. Raises: RequestError."""
     content = message.get("content") if isinstance(message, Mapping) else None
-    for index, part in enumerate(content if isinstance(content, list | tuple) else ()):
+    for index, part in enumerate(_blocks(content)):
         given = part.get("prompt_cache_breakpoint") if isinstance(part, Mapping) else None
         if given is None:
             continue
@@ -113,7 +112,7 @@ def _cuts(
         if (seconds := _seconds(tool, f"tools[{index}]")) is not None:
             # Most templates write the instructions before the tools.
             yield seconds, _Cut(tools=index + 1)
-    for index, block in enumerate(system if isinstance(system, list | tuple) else ()):
+    for index, block in enumerate(_blocks(system)):
         if (seconds := _seconds(block, f"system[{index}]")) is not None:
             yield seconds, _Cut(system=index + 1)
     last = len(messages) - 1
@@ -125,21 +124,31 @@ def _cuts(
 
 
 def _beginning(cut: _Cut, messages: Objects, system: Any, tools: Objects | None) -> ChatInput:
-    kept = [*messages[: cut.messages]]
-    if cut.blocks:
-        message = messages[cut.messages]
-        kept.append({**message, "content": message["content"][: cut.blocks]})
     return from_anthropic(
         # No conversation is without a message; the template's text of this one is not counted.
-        kept or [{"role": "user", "content": ""}],
+        _first(messages, cut.messages, cut.blocks) or [{"role": "user", "content": ""}],
         system=system if cut.system is None else system[: cut.system],
         tools=tools if cut.tools is None else (tools or ())[: cut.tools],
     )
 
 
+def _first(messages: Objects, count: int, blocks: int) -> list[Mapping[str, Any]]:
+    """List the first messages, and of the one after them the first blocks."""
+    first = [*messages[:count]]
+    if blocks:
+        message = messages[count]
+        first.append({**message, "content": message["content"][:blocks]})
+    return first
+
+
+def _blocks(content: Any) -> Sequence[Any]:
+    """List the blocks of a content; a text has none."""
+    return content if isinstance(content, list | tuple) else ()
+
+
 def _of_content(content: Any, where: str) -> Iterator[tuple[int, float]]:
     """Yield after how many blocks of a message a mark is, and its seconds."""
-    for index, block in enumerate(content if isinstance(content, list | tuple) else ()):
+    for index, block in enumerate(_blocks(content)):
         own = _seconds(block, f"{where}[{index}]")
         inner = block.get("content") if isinstance(block, Mapping) else None
         for _, seconds in _of_content(inner, f"{where}[{index}].content"):  # a tool's result
