@@ -201,8 +201,24 @@ def test_a_bad_record_ends_a_run_and_is_to_be_stored_again() -> None:
     assert own.staging.free_bytes == own.staging.capacity_bytes - 2 * PLAIN.num_bytes
 
 
-def test_a_record_of_another_length_is_to_be_stored_again() -> None:
-    """A tier finds what was cut and does not load it: without a new one that goes on for ever."""
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_record_of_another_length_is_dropped_and_counted(place: int, change: int) -> None:
+    """A tier finds it and does not load it: without a new one that goes on for ever."""
+    own = Loading()
+    name, record = right_record(PLAIN, own.blocks[place])
+    wrong = bytearray(record[:-1]) if change < 0 else bytearray(record) + b"\0"
+    assert own.tier._tier.store([name], [memoryview(wrong)], soon()) == 1
+    own.load(job := own.job())
+    assert (job.end, job.lacking) == (place, [own.blocks[place]])
+    assert own.tier.counts.num_bad == {"size": 1}
+    assert own.tier.find([name], soon()) == 0
+    assert own.tier.store([name], [memoryview(record)], soon()) == 1
+    own.load(job := own.job())
+    assert (job.end, job.lacking) == (4, [])
+
+
+def test_what_a_tier_lost_meanwhile_is_stored_again_and_not_counted_as_bad() -> None:
     own = Loading()
     own.load(job := own.job())
     assert (job.end, job.lacking) == (4, [])
@@ -210,6 +226,7 @@ def test_a_record_of_another_length_is_to_be_stored_again() -> None:
     own.tier._tier.load = lambda names, into, deadline: load(names[:2], into[:2], deadline)
     own.load(job := own.job())
     assert (job.end, job.lacking) == (2, [own.blocks[2]])
+    assert not own.tier.counts.num_bad
 
 
 def test_what_there_was_no_time_to_find_is_not_said_to_be_lacking() -> None:

@@ -234,6 +234,13 @@ class GuardedTier:
             self.counts.load_s += time.monotonic() - begun_s
         return count
 
+    def has_another_length(self, name: Name, into: memoryview, deadline: Deadline) -> bool:
+        """Tell whether a record is there that does not fit its buffer: no call ever loads it.
+
+        It is asked for by itself: a call for several may end before it for other reasons.
+        """
+        return not self.load([name], [into], deadline) and self.find([name], deadline) == 1
+
     def note_good(self, num_bytes: int) -> None:
         """Count a record that has passed its checks."""
         with self._lock:

@@ -22,6 +22,7 @@ from quire.kv.prefix_index import BlockIdentity
 from quire.spec import Group
 from quire.tiers import Deadline, Name
 from quire.tiers.guard import GuardedTier
+from quire.tiers.record import BadReason
 
 _MOST_TRIED = 64  # ends of a prefix, where windows or states must be there too
 
@@ -230,13 +231,15 @@ class RecordLoader:
         with self._events.keeping(tier) as call:
             count = tier.load([each.name for each in several], views, deadline)
             if count < len(several) and deadline.left_s:  # found, and gone or of another length
-                job.lacking.append(several[count].identity)
+                lost = several[count]
+                if tier.has_another_length(lost.name, views[count], deadline):
+                    self._drop(tier, lost, "size")
+                job.lacking.append(lost.identity)
             good = 0
             for each, view in zip(several[:count], views, strict=False):
                 flaw = tier.formats[each.group].flaw(view, each.header)
                 if flaw is not None:
-                    with self._events.losing(tier, [(each.name, each.group, each.identity)]):
-                        tier.note_bad(each.name, flaw)
+                    self._drop(tier, each, flaw)
                     job.lacking.append(each.identity)  # so that it is stored again
                     break
                 tier.note_good(len(view))
@@ -249,3 +252,7 @@ class RecordLoader:
                 if self._forgetting.is_kept(tier, each.identity)
             ]
             self._events.note_kept(call, kept)
+
+    def _drop(self, tier: GuardedTier, record: _Wanted, flaw: BadReason) -> None:
+        with self._events.losing(tier, [(record.name, record.group, record.identity)]):
+            tier.note_bad(record.name, flaw)
