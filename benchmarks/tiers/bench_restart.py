@@ -25,6 +25,7 @@ import torch
 import typer
 
 from benchmarks.engine.model import make
+from benchmarks.harness.server import free_port
 from quire import LLM, SamplingParams
 from quire.models.loader import LoadedModel, load
 
@@ -109,9 +110,7 @@ def _redis(folder: Path) -> Iterator[int | None]:
         return
     import socket
 
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        port: int = own.getsockname()[1]
+    port = free_port()
     options = ["--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder)]
     with subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL) as process:
         until_s = time.monotonic() + WITHIN_S

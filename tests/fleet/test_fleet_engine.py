@@ -445,9 +445,7 @@ def test_the_first_replica_opens_the_door() -> None:
         assert states == {"a": "up", "b": "joining", "c": "lost"}
         assert (await read(fleet, PROMPTS[0], SamplingParams(max_tokens=2))).reasons == ["length"]
         slow.ready.set()
-        async with asyncio.timeout(10):
-            while fleet.members["b"].state != "up":
-                await asyncio.sleep(0.01)
+        await until(lambda: fleet.members["b"].state == "up")
         await fleet.aclose()
         with pytest.raises(ReplicaLost, match="killed"):
             await FleetEngine.start([dead], LeastLoaded())

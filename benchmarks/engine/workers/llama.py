@@ -9,7 +9,6 @@ of workload has a server of the shape that suits it best, started before the tim
 
 import json
 import queue
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 
 from benchmarks.engine.worker import NUM_SEQUENCES, NUM_THREADS, Answer, Arrival, arrivals_of, serve
 from benchmarks.engine.workloads import MOST_TOKENS, Asked
+from benchmarks.harness.server import free_port
 
 SLOT_TOKENS = 1280  # of one sequence where many run
 START_S = 60
@@ -109,9 +109,7 @@ class Llama:
         if self._server is not None:
             self._server.terminate()
             self._server.wait()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self._url = f"http://127.0.0.1:{port}"
         self._server = subprocess.Popen(
             [

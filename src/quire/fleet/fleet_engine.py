@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05  # between two looks for a replica
 
-# -- the engine ------------------------------------------------------------------------------------
-
 
 @final
 class FleetEngine:

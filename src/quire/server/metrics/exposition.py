@@ -5,11 +5,11 @@ scraper reads this format.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any, final
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -55,11 +55,11 @@ class _EngineFigures:
 class _Collected(Collector):
     """What a scrape has found, as prometheus_client wants it."""
 
-    def __init__(self, metrics: Callable[[], Iterator[Metric]]) -> None:
+    def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._metrics()
+        yield from self._metrics
 
 
 @final
@@ -77,8 +77,7 @@ class Metrics:
         self._values = {"model_name": name, "engine": "0"}
         self.counts = Counts()
         self._sources = (_EngineFigures(llm, self.counts), *more)
-        self._process = CollectorRegistry()
-        ProcessCollector(registry=self._process)
+        self._process = ProcessCollector(registry=None)
 
     async def scrape(self) -> tuple[bytes, str]:
         """Ask for what is elsewhere, and return the metrics and their content type.
@@ -102,12 +101,9 @@ class Metrics:
         ]
 
     def _rendered(self, found: Sequence[tuple[MetricFamily, Figures]]) -> tuple[bytes, str]:
-        def metrics() -> Iterator[Metric]:
-            for family, figures in found:
-                yield self._metric(family, figures)
-            yield from self._process.collect()
-
-        return generate_latest(_Collected(metrics)), CONTENT_TYPE_PLAIN_0_0_4
+        metrics = (self._metric(*each) for each in found)
+        collected = _Collected(chain(metrics, self._process.collect()))
+        return generate_latest(collected), CONTENT_TYPE_PLAIN_0_0_4
 
     def _metric(self, family: MetricFamily, read: Figures) -> Metric:
         labels = (*family.of, *family.labels)
