@@ -34,8 +34,7 @@ from quire.attention.cpu.call_frame import (
 from quire.attention.cpu.thread_loop import write_worker
 from quire.attention.cpu.write_kernel import STEP_WORDS, KernelWriter, token_bytes, view_words
 from quire.attention.gather import query_sharing
-from quire.kernels import amx
-from quire.kernels.compile import KINDS, Kernels, native_isa, with_dense_rows, words
+from quire.kernels.compile import KINDS, Kernels, usable_isa, with_dense_rows, words
 from quire.kernels.language import LANES, LOG2_E, Isa
 from quire.kernels.number_formats import kind_factor
 from quire.kernels.threads import KernelCall, Scratch, Threads
@@ -404,10 +403,7 @@ class CpuAttention(AttentionBackend):
         *,
         batch_invariant: bool = False,
     ) -> None:
-        found = native_isa() if isa is None else isa
-        if found.amx and not amx.allow():
-            found = found.without_amx()
-        self._kernels = Kernels(found, cache_dir, sources=Path(__file__).parent)
+        self._kernels = Kernels(usable_isa(isa), cache_dir, sources=Path(__file__).parent)
         self._threads = Threads()
         self._scratch = Scratch()
         self._shapes: dict[AttendShape, tuple[int, Layout]] = {}

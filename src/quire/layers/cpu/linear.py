@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels import amx
-from quire.kernels.compile import KINDS, Kernels, native_isa, with_dense_rows
+from quire.kernels.compile import KINDS, Kernels, usable_isa, with_dense_rows
 from quire.kernels.language import Isa
 from quire.kernels.threads import Scratch, Threads
 from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
@@ -50,10 +49,7 @@ class CpuLinear:
         most_rows: int | None = None,  # with more of them torch multiplies; None: as measured
         batch_invariant: bool = False,  # torch never multiplies, and ``most_rows`` go at a time
     ) -> None:
-        found = native_isa() if isa is None else isa
-        if found.amx and not amx.allow():
-            found = found.without_amx()
-        self.kernels = Kernels(found, kernel_dir, sources=Path(__file__).parent)
+        self.kernels = Kernels(usable_isa(isa), kernel_dir, sources=Path(__file__).parent)
         self.threads = Threads()
         self.scratch = Scratch()
         self.most_rows = most_rows
