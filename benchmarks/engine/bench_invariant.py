@@ -11,7 +11,6 @@ on a machine that others share, only the CPU time of one thread (``--threads 1``
 
 import os
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated
@@ -20,9 +19,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
 
 import torch
 import typer
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
-from benchmarks.engine.bench_recorded import CONFIG, HEADS, WARM
+from benchmarks.engine.bench_recorded import WARM, in_turn, make_model
 from quire import LLM, SamplingParams
 from quire.engine.outputs import TextDelta
 
@@ -43,14 +42,7 @@ def main(
 ) -> None:
     """Print the median time of each engine, and its ratio to the usual one's in the same turn."""
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        **{**CONFIG, "num_hidden_layers": layers},
-        **HEADS,
-        tie_word_embeddings=True,
-        dtype=getattr(torch, dtype),
-    )
-    model = Qwen2ForCausalLM(config).to(config.dtype).eval()
+    model = make_model(dtype, num_hidden_layers=layers)
     engines = {name: _engine(model, name, batch, context + WARM + steps + batch) for name in _NAMES}
     try:
         for llm in engines.values():
@@ -117,16 +109,7 @@ def _mixed(llm: LLM, number: int, batch: int) -> None:
 def _report(
     what: str, engines: dict[str, LLM], work: Callable[[LLM, int], None], turns: int
 ) -> None:
-    times: dict[str, dict[str, list[float]]] = {
-        clock: {name: [] for name in engines} for clock in ("wall clock", "CPU")
-    }
-    for turn in range(turns):
-        for name in list(engines)[:: 1 if turn % 2 else -1]:
-            wall_s, cpu_s = time.perf_counter(), time.process_time()
-            work(engines[name], turn)
-            times["CPU"][name].append(time.process_time() - cpu_s)
-            times["wall clock"][name].append(time.perf_counter() - wall_s)
-    for clock, taken in times.items():
+    for clock, taken in in_turn(engines, work, turns).items():
         print(f"{what}, {turns} turns, {clock}:")
         for name, own in taken.items():
             ratios = sorted(a / b for a, b in zip(own, taken[USUAL], strict=True))

@@ -10,6 +10,7 @@ machine that others share, only the CPU time of one thread means anything.
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Annotated
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
@@ -33,9 +34,7 @@ def main(
 ) -> None:
     """Print the times of a step, recorded and not, and their ratio."""
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    config = Qwen2Config(**CONFIG, **HEADS, tie_word_embeddings=True, dtype=getattr(torch, dtype))
-    model = Qwen2ForCausalLM(config).to(config.dtype).eval()
+    model = make_model(dtype)
     params = SamplingParams(max_tokens=WARM + steps, temperature=0, ignore_eos=True)
     engines: dict[str, LLM] = {}
     for name, eager in (("recorded", False), ("eager", True)):
@@ -52,16 +51,7 @@ def main(
             llm.start(llm.request(prompt, params), lambda *_: None)
         for _ in range(WARM):
             llm.step()
-    times: dict[str, dict[str, list[float]]] = {
-        clock: {name: [] for name in engines} for clock in ("wall clock", "CPU")
-    }
-    for step in range(steps):
-        for name in list(engines)[:: 1 if step % 2 else -1]:
-            wall_s, cpu_s = time.perf_counter(), time.process_time()
-            engines[name].step()
-            times["CPU"][name].append(time.process_time() - cpu_s)
-            times["wall clock"][name].append(time.perf_counter() - wall_s)
-    for clock, taken in times.items():
+    for clock, taken in in_turn(engines, lambda llm, _: llm.step(), steps).items():
         ratios = [b / a for a, b in zip(taken["recorded"], taken["eager"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         least = {name: 1e3 * min(own) for name, own in taken.items()}
@@ -72,6 +62,31 @@ def main(
             f"eager / recorded {least['eager'] / least['recorded']:.3f} of the least, "
             f"{middle:.3f} of pairs (quartiles {low:.3f} … {high:.3f})"
         )
+
+
+def make_model(dtype: str, **sizes: int) -> Qwen2ForCausalLM:
+    """Make a model of Qwen2.5-0.5B's shape, but for the sizes given, with random weights."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **{**CONFIG, **sizes}, **HEADS, tie_word_embeddings=True, dtype=getattr(torch, dtype)
+    )
+    return Qwen2ForCausalLM(config).to(config.dtype).eval()
+
+
+def in_turn(
+    engines: dict[str, LLM], work: Callable[[LLM, int], object], turns: int
+) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of each engine's turns, by the name of a clock."""
+    times: dict[str, dict[str, list[float]]] = {
+        clock: {name: [] for name in engines} for clock in ("wall clock", "CPU")
+    }
+    for turn in range(turns):
+        for name in list(engines)[:: 1 if turn % 2 else -1]:
+            wall_s, cpu_s = time.perf_counter(), time.process_time()
+            work(engines[name], turn)
+            times["CPU"][name].append(time.process_time() - cpu_s)
+            times["wall clock"][name].append(time.perf_counter() - wall_s)
+    return times
 
 
 if __name__ == "__main__":

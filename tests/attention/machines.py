@@ -16,8 +16,7 @@ import llvmlite.binding as llvm
 import pytest
 
 from quire.attention.cpu import CpuAttention
-from quire.kernels import amx
-from quire.kernels.compile import isa, native_isa
+from quire.kernels.compile import isa, native_isa, usable_isa
 from quire.kernels.language import Isa
 
 # "native" is what this machine does best, "pairs" multiplies bfloat16; the others are older x86, as
@@ -43,9 +42,9 @@ def kernel_folder() -> Path:
 @cache
 def find_isa(name: str) -> Isa | str:
     """An instruction set that runs here, or why it does not."""
-    native = native_isa()
     if name == "native":
-        return native if not native.amx or amx.allow() else native.without_amx()
+        return usable_isa()
+    native = native_isa()
     if name == "pairs":  # as on Zen 4, whether or not that is what this CPU does best
         able = native.bf16_convert
         return replace(native, amx=False, bf16_dot=True) if able else "this CPU lacks avx512bf16"

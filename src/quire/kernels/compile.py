@@ -18,6 +18,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from quire.kept_files import KeptFiles, own_folder
+from quire.kernels import amx
 from quire.kernels.language import Isa
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,12 @@ def native_isa() -> Isa:
     """Detect this machine's CPU."""
     _start_llvm()
     return isa(llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+
+
+def usable_isa(given: Isa | None = None) -> Isa:
+    """Return a CPU, by default this machine's, without what the system keeps from this process."""
+    found = native_isa() if given is None else given
+    return found.without_amx() if found.amx and not amx.allow() else found
 
 
 def isa(cpu: str, features: str) -> Isa:

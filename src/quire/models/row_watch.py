@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,7 +35,6 @@ _MOVE = frozenset((
     "split", "split_with_sizes", "stack", "to", "tril", "triu", "type_as", "unbind", "zeros",
     "zeros_like",
 ))  # fmt: skip
-_COPY = torch.ops.aten.contiguous.default
 _SUMS = frozenset(("add", "sub", "rsub"))
 _POWERS = (1, 2, 0.5, -1)  # rounded once, too
 # By vectors up to the end of a thread's share, which silu, gelu and sigmoid are not. Compared for
@@ -46,6 +44,7 @@ _BY_VECTORS = frozenset(("cos", "sin", "tanh", "exp", "erf", "log"))
 _ALONG_ROWS = frozenset(("mean", "sum", "amax", "amin", "argmax", "var", "_softmax", "softmax"))
 _SHARED_ROW = 2**15  # elements of a single row from which several threads add it up
 _NORMS = frozenset(("native_layer_norm", "layer_norm", "rms_norm"))
+_ROW_WISE = _ROUND_ONCE | _MOVE | _BY_VECTORS | _NORMS  # whatever they are given
 _LOOKED_AT = 2  # of the passes
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "linear", "matmul"))
 
@@ -104,9 +103,7 @@ def _is_row_wise(func: Any, args: Any, kwargs: Any) -> bool:
     name = name.removesuffix("_")
     if namespace not in ("aten", "prims"):
         return False
-    if func is _COPY or func.is_view or name in _ROUND_ONCE or name in _MOVE or name in _BY_VECTORS:
-        return True
-    if name in _NORMS:
+    if func.is_view or name in _ROW_WISE:
         return True
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if name in _SUMS:

@@ -34,8 +34,7 @@ from quire.attention.cpu.call_frame import (
 from quire.attention.cpu.thread_loop import write_worker
 from quire.attention.cpu.write_kernel import STEP_WORDS, KernelWriter, token_bytes, view_words
 from quire.attention.gather import query_sharing
-from quire.kernels import amx
-from quire.kernels.compile import KINDS, Kernels, native_isa, with_dense_rows, words
+from quire.kernels.compile import KINDS, Kernels, usable_isa, with_dense_rows, words
 from quire.kernels.language import LANES, LOG2_E, Isa
 from quire.kernels.number_formats import kind_factor
 from quire.kernels.threads import KernelCall, Scratch, Threads
@@ -152,9 +151,7 @@ def _chunk(
     """Cut the queries of a sequence into panels of each key-value head, or parts of panels."""
     begin, end = batch.query_starts[seq : seq + 2].tolist()
     num_rows = (end - begin) * shape.sharing
-    # Long items read keys and values less often, but each thread should get some.
-    share = ceil_div(num_rows * shape.kv_heads, _CHUNKS_A_THREAD * threads)
-    size = min(MAX_PANELS * LANES, align_up(max(share, _LEAST_ROWS), LANES))
+    size = _panel_rows(num_rows, shape, threads)
     first_rows = np.arange(0, num_rows, size)
     rows = np.minimum(size, num_rows - first_rows)
     starts = lows[begin + first_rows // shape.sharing]
@@ -166,9 +163,7 @@ def _chunk(
     found, which = _split(starts, stops, parts, KEYS)
     found["seq"], found["first_query"] = seq, begin
     found["rows"], found["first_row"] = rows[which], first_rows[which]
-    heads = np.tile(found, shape.kv_heads)
-    heads["head"] = np.repeat(np.arange(shape.kv_heads), len(found))
-    return heads
+    return _of_each_head(found, shape)
 
 
 def _fixed(
@@ -177,8 +172,7 @@ def _fixed(
     """Cut all queries into panels, and those into parts at the same tokens in every step."""
     begins = batch.query_starts[:-1]
     num_rows = np.diff(batch.query_starts) * shape.sharing
-    share = ceil_div(int(num_rows.sum()) * shape.kv_heads, _CHUNKS_A_THREAD * threads)
-    size = min(MAX_PANELS * LANES, align_up(max(share, _LEAST_ROWS), LANES))
+    size = _panel_rows(int(num_rows.sum()), shape, threads)
     panels = -(-num_rows // size)
     seqs = np.repeat(np.arange(len(num_rows)), panels)
     first_rows = _counted(panels) * size
@@ -194,8 +188,20 @@ def _fixed(
     found["stop"] = np.minimum(part_starts + _FIXED_TOKENS, stops[which])
     found["seq"], found["first_query"] = seqs[which], begins[seqs][which]
     found["rows"], found["first_row"] = rows[which], first_rows[which]
-    heads = np.tile(found, shape.kv_heads)
-    heads["head"] = np.repeat(np.arange(shape.kv_heads), len(found))
+    return _of_each_head(found, shape)
+
+
+def _panel_rows(num_rows: int, shape: AttendShape, threads: int) -> int:
+    """Return the rows of an item, at most, of so many rows of each head."""
+    # Long items read keys and values less often, but each thread should get some.
+    share = ceil_div(num_rows * shape.kv_heads, _CHUNKS_A_THREAD * threads)
+    return min(MAX_PANELS * LANES, align_up(max(share, _LEAST_ROWS), LANES))
+
+
+def _of_each_head(items: Records, shape: AttendShape) -> Records:
+    """Repeat the items of a key-value head for all of them."""
+    heads = np.tile(items, shape.kv_heads)
+    heads["head"] = np.repeat(np.arange(shape.kv_heads), len(items))
     return heads
 
 
@@ -404,10 +410,7 @@ class CpuAttention(AttentionBackend):
         *,
         batch_invariant: bool = False,
     ) -> None:
-        found = native_isa() if isa is None else isa
-        if found.amx and not amx.allow():
-            found = found.without_amx()
-        self._kernels = Kernels(found, cache_dir, sources=Path(__file__).parent)
+        self._kernels = Kernels(usable_isa(isa), cache_dir, sources=Path(__file__).parent)
         self._threads = Threads()
         self._scratch = Scratch()
         self._shapes: dict[AttendShape, tuple[int, Layout]] = {}

@@ -5,7 +5,7 @@ faster (many rows), or where there is no kernel for what is given, a call is tor
 
 The kernels add up every sum in the same order, however many rows there are; torch does not. A
 product that is to be ``batch_invariant`` takes many rows piece by piece instead, and is never
-torch's.
+torch's; so does one in 16 bits that the CPU does not know, for which torch is slower.
 """
 
 import struct
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels import amx
-from quire.kernels.compile import KINDS, Kernels, native_isa, with_dense_rows
+from quire.kernels.compile import KINDS, Kernels, usable_isa, with_dense_rows
 from quire.kernels.language import Isa
 from quire.kernels.threads import Scratch, Threads
 from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
@@ -50,10 +49,7 @@ class CpuLinear:
         most_rows: int | None = None,  # with more of them torch multiplies; None: as measured
         batch_invariant: bool = False,  # torch never multiplies, and ``most_rows`` go at a time
     ) -> None:
-        found = native_isa() if isa is None else isa
-        if found.amx and not amx.allow():
-            found = found.without_amx()
-        self.kernels = Kernels(found, kernel_dir, sources=Path(__file__).parent)
+        self.kernels = Kernels(usable_isa(isa), kernel_dir, sources=Path(__file__).parent)
         self.threads = Threads()
         self.scratch = Scratch()
         self.most_rows = most_rows
@@ -219,14 +215,11 @@ class _Product:
             tiles=self._isa.amx and self._dtype == torch.bfloat16,
             activation=activation,
         )
-        most_rows = linears.most_rows
-        if most_rows is None:
-            most_rows = self._shape.most_rows(self._isa)
-        self.most_rows, self._at_once = most_rows, most_rows
-        if linears.batch_invariant:
-            self.most_rows = sys.maxsize
-        if linears.most_rows is None and self.most_rows == sys.maxsize:
-            self._at_once = self._shape.rows_at_once(self._num_inputs)
+        given = linears.most_rows
+        usual = self._shape.most_rows(self._isa) if given is None else given
+        self.most_rows = sys.maxsize if linears.batch_invariant else usual
+        in_pieces = given is None and self.most_rows == sys.maxsize
+        self._at_once = self._shape.rows_at_once(self._num_inputs) if in_pieces else usual
         self._work = linears.kernels.address(
             f"linear {self._shape}", lambda module: write_worker(module, self._shape, self._isa)
         )

@@ -91,11 +91,9 @@ class PackedProduct:
         self._outs = 1 if activation else len(weights)
         form = weights[0].form
         self._shape = PackedShape(kind=KINDS[dtype], form=form, activation=activation)
-        self.most_rows = usual_rows(self._isa, dtype) if most_rows is None else most_rows
-        self._at_once = self.most_rows
-        if batch_invariant:
-            self.most_rows = sys.maxsize
-            self._at_once = _MOST_ROWS if most_rows is None else most_rows
+        usual = usual_rows(self._isa, dtype) if most_rows is None else most_rows
+        self.most_rows = sys.maxsize if batch_invariant else usual
+        self._at_once = _MOST_ROWS if most_rows is None else most_rows
         self._work = kernels.address(
             f"packed {self._shape}", lambda module: write_worker(module, self._shape, self._isa)
         )
