@@ -279,6 +279,7 @@ class _GgufQuantizer(HfQuantizer):
         config = self.quantization_config
         layers = [(where, model.get_submodule(where)) for where in config.kinds]
         sizes = [packed_bytes(config.kinds[where], layer.blocks) for where, layer in layers]
+        on_files = mapped_from_files([layer.blocks.data_ptr() for _, layer in layers])
         for (where, layer), place in zip(layers, pieces(sizes), strict=True):
             blocks = layer.blocks.data
             try:
@@ -287,7 +288,7 @@ class _GgufQuantizer(HfQuantizer):
                 raise ValueError(f"{where}: {error}") from None
             bias = None if layer.bias is None else layer.bias.data
             put(model, where, PackedLinear(packed, bias, model.dtype))
-            if mapped_from_files([blocks.data_ptr()]):
+            if blocks.data_ptr() in on_files:
                 drop_file_pages(blocks.data_ptr(), blocks.nbytes)
         log.info("%d linear layers keep their codes: %s", len(layers), format_bytes(sum(sizes)))
         del model.config.quantization_config  # the file says it, by which a content is named
