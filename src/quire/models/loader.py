@@ -271,7 +271,7 @@ def _from_gguf(
     _look_at_gguf(file, quantization, place)
     wanted = getattr(torch, spec.dtype if dtype == "auto" else dtype)
     keeps_codes = place is not None and place.type == "cpu"
-    return load_gguf(file, _outline(config, wanted, **_attention_of(config)), keeps_codes)
+    return load_gguf(file, outline_of(config, wanted, **_attention_of(config)), keeps_codes)
 
 
 def _attention_of(config: Any) -> dict[str, Any]:
@@ -303,12 +303,12 @@ def _placed(
     source: str, config: Any, spec: ModelSpec, place: torch.device, dtype: str
 ) -> dict[str, Any]:
     """Where weights go, which Transformers is told if they do not all fit. Raises: ConfigError."""
-    outline = _outline(config, getattr(torch, spec.dtype if dtype == "auto" else dtype))
+    outline = outline_of(config, getattr(torch, spec.dtype if dtype == "auto" else dtype))
     return device_map(source, weights_bytes(outline), place)
 
 
-def _outline(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """The model of a config on the meta device, where a tensor has a shape and no memory."""
+def outline_of(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Make the model of a config on the meta device, where a tensor has a shape and no memory."""
     with torch.device("meta"):
         made = auto_class(config)
         model: PreTrainedModel = made.from_config(
