@@ -22,7 +22,7 @@ from quire.errors import one_line
 from quire.memory.budget import EncoderFootprint
 from quire.models.executors.image_features import Features, PromptImage, as_model_takes
 from quire.models.footprint import outlined
-from quire.models.loader import LoadedModel, processor_of, read_config
+from quire.models.loader import LoadedModel, processor_of
 from quire.models.vision import Vision
 from quire.spec.model_files import called, find_folder
 from quire.units import format_bytes, format_count
@@ -81,7 +81,7 @@ def image_of_files(
     """
     folder = find_folder(name)
     source = str(folder or name)
-    model = outlined(name, dtype=dtype)
+    model, spec = outlined(name, dtype=dtype)
     processor, why_no_processor = processor_of(source, model)
     loaded = LoadedModel(
         name=called(name),
@@ -89,7 +89,7 @@ def image_of_files(
         tokenizer=None,
         processor=processor,
         why_no_processor=why_no_processor,
-        spec=read_config(source, folder)[1],
+        spec=spec,
     )
     vision = Vision.of(loaded, {"image": 1})
     vision.check()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from quire.layers.packed_linear import PackedLinear
 from quire.memory.budget import Footprint
 from quire.memory.machine.probe import mapped_from_files
-from quire.models.loader import auto_class, read_config
+from quire.models.loader import outline_of, read_config
 from quire.models.weight_placement import device_of
 from quire.spec import ModelSpec
 from quire.spec.model_files import called, find_folder
@@ -66,23 +66,17 @@ def outline(
 
     Raises: ModelNotLoadable, UnsupportedModel.
     """
-    model = outlined(name, dtype=dtype)
-    folder = find_folder(name)
-    _, spec = read_config(str(folder or name), folder)
+    model, spec = outlined(name, dtype=dtype)
     dtype_name = str(model.dtype).removeprefix("torch.")
     return called(name), footprint(model), spec.computed_in(dtype_name)
 
 
-def outlined(name: str | Path | None, *, dtype: str = "auto") -> PreTrainedModel:
+def outlined(name: str | Path | None, *, dtype: str = "auto") -> tuple[PreTrainedModel, ModelSpec]:
     """Make a folder's or a hub name's model without memory. Raises: as ``outline``."""
     folder = find_folder(name)
     config, spec = read_config(str(folder or name), folder)
     wanted = getattr(torch, spec.dtype if dtype == "auto" else dtype)
-    with torch.device("meta"):
-        model: PreTrainedModel = auto_class(config).from_config(
-            config, dtype=wanted, trust_remote_code=False
-        )
-    return model
+    return outline_of(config, wanted), spec
 
 
 def _widest(weight: Tensor) -> int:

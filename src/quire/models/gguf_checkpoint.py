@@ -61,21 +61,20 @@ def load_gguf(
     library, dtype = _library(), outline.dtype
     places = _places(file, library, outline)
     linear = {name for name, module in outline.named_modules() if type(module) is nn.Linear}
-    coded = {
-        where: place
-        for name, place in places.items()
-        for where, _, own in [name.rpartition(".")]
-        if keeps_codes and own == "weight" and where in linear and place.tensor.type in GGUF_KEPT
-    }
+    coded: dict[str, _Place] = {}
+    expanded: list[_Place] = []
     state: dict[str, Tensor] = {}
     whole = _mapped(file)
     for name, place in places.items():
         where, _, own = name.rpartition(".")
-        if own == "weight" and where in coded:
+        is_weight = own == "weight" and where in linear
+        if keeps_codes and is_weight and place.tensor.type in GGUF_KEPT:
+            coded[where] = place
             state[f"{where}.{_BLOCKS}"] = place.rows_of(whole)
         else:
+            expanded.append(place)
             state[name] = place.numbers_of(whole, library).to(dtype)
-    _say_expanded(file, [p for p in places.values() if p not in coded.values()], dtype, keeps_codes)
+    _say_expanded(file, expanded, dtype, keeps_codes)
     config = copy(outline.config)
     if coded:
         _register()
@@ -280,6 +279,7 @@ class _GgufQuantizer(HfQuantizer):
         config = self.quantization_config
         layers = [(where, model.get_submodule(where)) for where in config.kinds]
         sizes = [packed_bytes(config.kinds[where], layer.blocks) for where, layer in layers]
+        on_files = mapped_from_files([layer.blocks.data_ptr() for _, layer in layers])
         for (where, layer), place in zip(layers, pieces(sizes), strict=True):
             blocks = layer.blocks.data
             try:
@@ -288,7 +288,7 @@ class _GgufQuantizer(HfQuantizer):
                 raise ValueError(f"{where}: {error}") from None
             bias = None if layer.bias is None else layer.bias.data
             put(model, where, PackedLinear(packed, bias, model.dtype))
-            if mapped_from_files([blocks.data_ptr()]):
+            if blocks.data_ptr() in on_files:
                 drop_file_pages(blocks.data_ptr(), blocks.nbytes)
         log.info("%d linear layers keep their codes: %s", len(layers), format_bytes(sum(sizes)))
         del model.config.quantization_config  # the file says it, by which a content is named

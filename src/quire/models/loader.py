@@ -44,7 +44,8 @@ from quire.models.gguf_checkpoint import load_gguf
 from quire.models.quantized import quantize_layers
 from quire.models.stored_checkpoint import stored_config
 from quire.models.weight_placement import device_map, device_of, move_to, weights_bytes
-from quire.spec import ModelSpec, config_json
+from quire.spec import ModelSpec
+from quire.spec.gguf_config import gguf_config
 from quire.spec.gguf_file import GgufFile, is_gguf, read_gguf
 from quire.spec.model_files import (
     called,
@@ -189,16 +190,17 @@ def load(  # noqa: PLR0913 - an engine's options
     folder = find_folder(name)
     source = str(folder or name)
     files: tuple[WeightFile, ...] = ()
+    header = None
     if folder is not None:
-        check_weights(folder)
         files = looked_at(source, folder)  # before they are read
+        header = check_weights(folder)
     place = choose_device(device) if num_ranks == 1 else None  # ranks have one each
     set_bars = hf_logging.enable_progress_bar if show_progress else hf_logging.disable_progress_bar
     set_bars()
     form = None if quantization is None else weight_form(quantization)
-    config, spec = read_config(source, folder)
-    if folder is not None and is_gguf(folder):
-        read = partial(_from_gguf, folder, config, spec)
+    config, spec = read_config(source, folder, header)
+    if header is not None:
+        read = partial(_from_gguf, header, config, spec)
     else:
         read = partial(_from_checkpoint, source, config, spec, num_ranks)
     try:
@@ -258,7 +260,7 @@ def _from_checkpoint(
 
 
 def _from_gguf(
-    path: Path,
+    file: GgufFile,
     config: Any,
     spec: ModelSpec,
     place: torch.device | None,
@@ -266,11 +268,10 @@ def _from_gguf(
     quantization: str | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read a GGUF file; on a GPU all of it becomes numbers."""
-    file = read_gguf(path)
     _look_at_gguf(file, quantization, place)
     wanted = getattr(torch, spec.dtype if dtype == "auto" else dtype)
     keeps_codes = place is not None and place.type == "cpu"
-    return load_gguf(file, _outline(config, wanted, **_attention_of(config)), keeps_codes)
+    return load_gguf(file, outline_of(config, wanted, **_attention_of(config)), keeps_codes)
 
 
 def _attention_of(config: Any) -> dict[str, Any]:
@@ -302,12 +303,12 @@ def _placed(
     source: str, config: Any, spec: ModelSpec, place: torch.device, dtype: str
 ) -> dict[str, Any]:
     """Where weights go, which Transformers is told if they do not all fit. Raises: ConfigError."""
-    outline = _outline(config, getattr(torch, spec.dtype if dtype == "auto" else dtype))
+    outline = outline_of(config, getattr(torch, spec.dtype if dtype == "auto" else dtype))
     return device_map(source, weights_bytes(outline), place)
 
 
-def _outline(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """The model of a config on the meta device, where a tensor has a shape and no memory."""
+def outline_of(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Make the model of a config on the meta device, where a tensor has a shape and no memory."""
     with torch.device("meta"):
         made = auto_class(config)
         model: PreTrainedModel = made.from_config(
@@ -459,14 +460,22 @@ def _inside(model: Any) -> str:
     )
 
 
-def read_config(source: str, folder: Path | None) -> tuple[Any, ModelSpec]:
-    """Read config.json as Transformers does and as we do, which is that of ``quire plan``."""
-    spec = hub_spec(source) if folder is None else ModelSpec.from_file(folder)
+def read_config(
+    source: str, folder: Path | None, header: GgufFile | None = None
+) -> tuple[Any, ModelSpec]:
+    """Read config.json as Transformers does and as we do, which is that of ``quire plan``.
+
+    ``header`` is that of a GGUF file, if it has been read already.
+    """
+    if folder is not None and is_gguf(folder):
+        said = gguf_config(header or read_gguf(folder))
+        spec = ModelSpec.from_config(said, str(folder))
+        read = partial(AutoConfig.for_model, **said)
+    else:
+        spec = hub_spec(source) if folder is None else ModelSpec.from_file(folder)
+        read = partial(AutoConfig.from_pretrained, source, trust_remote_code=False)
     try:
-        if folder is not None and is_gguf(folder):
-            said, _ = config_json.load(folder)
-            return AutoConfig.for_model(**said), spec
-        return AutoConfig.from_pretrained(source, trust_remote_code=False), spec
+        return read(), spec
     except Exception as error:
         raise _not_loadable(source, folder, error) from error
 

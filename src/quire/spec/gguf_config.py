@@ -38,6 +38,12 @@ class _Fields:
             raise self.wrong(name, "is no positive number")
         return float(found)
 
+    def optional_integer(self, name: str) -> int | None:
+        return self.integer(name) if name in self else None
+
+    def optional_number(self, name: str) -> float | None:
+        return self.number(name) if name in self else None
+
     def text(self, name: str) -> str:
         return str(self._found(name)) if name in self else ""
 
@@ -73,21 +79,21 @@ class GgufFamily:
 
 
 def _gemma2(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
-    caps = {f"{name}_logit_softcapping": None for name in ("attn", "final")}
-    for name in caps:
-        if name in fields:
-            caps[name] = fields.number(name)  # type: ignore[assignment]
-    return {**_gemma_windows(fields, config, num_layers_of_27b=46), **caps}
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    return {
+        **_gemma_windows(fields, config, num_layers_of_27b=46),
+        **{name: fields.optional_number(name) for name in caps},
+    }
 
 
 def _gemma3(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
-    cap, pattern = "final_logit_softcapping", "attention.sliding_window_pattern"
-    every = fields.integer(pattern) if pattern in fields else 6
+    cap = "final_logit_softcapping"
+    every = fields.optional_integer("attention.sliding_window_pattern") or 6
     kinds = ("sliding_attention", "full_attention")
     return {
         **_gemma_windows(fields, config, num_layers_of_27b=62),
         "layer_types": [kinds[(n + 1) % every == 0] for n in range(config["num_hidden_layers"])],
-        cap: fields.number(cap) if cap in fields else None,
+        cap: fields.optional_number(cap),
         # Layers with windows have frequencies of their own, and no longer contexts.
         "rope_parameters": {
             "full_attention": config["rope_parameters"],
@@ -165,12 +171,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "intermediate_size": fields.integer("feed_forward_length"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": fields.integer("attention.head_count_kv")
-        if "attention.head_count_kv" in fields
-        else num_heads,
-        "head_dim": fields.integer("attention.key_length")
-        if "attention.key_length" in fields
-        else hidden_size // num_heads,
+        "num_key_value_heads": fields.optional_integer("attention.head_count_kv") or num_heads,
+        "head_dim": fields.optional_integer("attention.key_length") or hidden_size // num_heads,
         "max_position_embeddings": fields.integer("context_length"),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(fields),
@@ -178,9 +180,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         **_special_tokens(file, table.shape[0]),
     }
     for name in ("attention.value_length", "rope.dimension_count"):
-        if name in fields and fields.integer(name) != config["head_dim"]:
-            if name == family.may_differ:
-                continue
+        found = fields.optional_integer(name)
+        if found not in (None, config["head_dim"]) and name != family.may_differ:
             raise fields.wrong(name, f"is not the size of a head, {config['head_dim']}")
     if family.model_type == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
@@ -189,12 +190,12 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 def gguf_dtype(file: GgufFile) -> str:
     """Choose the dtype to compute in: that of all matrices, or else bfloat16."""
-    kinds = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    return _DTYPES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
+    kinds = [*file.types]
+    return _DTYPES.get(kinds[0], "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
 def _rope(fields: _Fields) -> dict[str, Any]:
-    base = fields.number("rope.freq_base") if "rope.freq_base" in fields else 10_000.0
+    base = fields.optional_number("rope.freq_base") or 10_000.0
     kind = fields.text("rope.scaling.type") or "none"
     if kind == "none":
         return {"rope_type": "default", "rope_theta": base}

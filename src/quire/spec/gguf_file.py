@@ -6,6 +6,7 @@ same file afterwards meets nothing that could keep it busy. Source: ggml's docs/
 """
 
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import SEEK_CUR
@@ -74,11 +75,7 @@ class GgufFile:
     @property
     def types(self) -> Mapping[str, int]:
         """Return how many of its matrices are in each type."""
-        found: dict[str, int] = {}
-        for tensor in self.tensors.values():
-            if len(tensor.shape) > 1:
-                found[tensor.type] = found.get(tensor.type, 0) + 1
-        return found
+        return Counter(tensor.type for tensor in self.tensors.values() if len(tensor.shape) > 1)
 
 
 def is_gguf(path: Path | None) -> bool:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from quire.errors import ModelNotLoadable
 from quire.spec.config_json import load
-from quire.spec.gguf_file import is_gguf, read_gguf
+from quire.spec.gguf_config import gguf_config
+from quire.spec.gguf_file import GgufFile, is_gguf, read_gguf
 from quire.spec.model import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,9 @@ def find_spec(name: str | Path | None = None) -> tuple[str, ModelSpec]:
     folder = find_folder(name)
     if folder is None:
         return called(name), hub_spec(str(name))
-    check_weights(folder)
+    header = check_weights(folder)
+    if header is not None:
+        return called(name), ModelSpec.from_config(gguf_config(header), str(folder))
     return called(name), ModelSpec.from_file(folder)
 
 
@@ -173,16 +176,16 @@ def _not_given(name: str, error: Exception) -> ModelNotLoadable:
     )
 
 
-def check_weights(folder: Path) -> None:
+def check_weights(folder: Path) -> GgufFile | None:
     """Check that a folder's files, or a GGUF file, are complete, before any is mapped.
 
+    Returns: a GGUF file's header. It lists all tokens of a vocabulary, and is read once.
     Raises: ModelNotLoadable with the file and the reason.
     """
     from safetensors import SafetensorError, safe_open
 
     if is_gguf(folder):
-        read_gguf(folder)
-        return
+        return read_gguf(folder)
     if not (folder / "config.json").is_file():
         raise ModelNotLoadable(f"{folder} has no config.json: it is not a model's folder")
     files = safetensors_files(folder)
@@ -198,6 +201,7 @@ def check_weights(folder: Path) -> None:
             raise ModelNotLoadable(
                 f"{file} is corrupt or truncated ({error}): download it again"
             ) from error
+    return None
 
 
 def weight_files(folder: Path) -> list[Path]:
