@@ -1,5 +1,6 @@
 """How every test runs: one thread, offline, seeded, and in CI with the same examples each time."""
 
+import atexit
 import gc
 import logging
 import os
@@ -19,6 +20,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["QUIRE_CACHE_DIR"] = str(
     Path(tempfile.gettempdir()) / f"quire-kernels-of-tests-{os.getuid()}"
 )
+
+# A worker has told all that it found when it ends: to take the libraries apart takes seconds. What
+# other modules do at the end comes before this.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)
 
 import numpy as np
 import pytest

@@ -1,8 +1,9 @@
 """Processes that begin as forks of one that has imported the large libraries.
 
 A process of its own pays four seconds for the imports of torch, Transformers and the engine. A fork
-pays none, and ends as any interpreter does. A test that is about imports, or about what a fresh
-process finds, starts its process itself.
+pays none. One that ``start`` began ends as any interpreter does; one that ``run_fork`` runs ends
+with its last line, because to take the libraries apart takes a second. A test that is about
+imports, or about what a fresh process finds, starts its process itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from functools import cache
+from types import CodeType
 from typing import IO, Any
 
 LARGEST_JOB = 1 << 18  # bytes
@@ -73,11 +75,12 @@ class ForkServer:
         stderr: int,
         env: Mapping[str, str] | None,
         cwd: str | os.PathLike[str] | None,
+        leaves: bool,
     ) -> Fork:
         """Fork a process for ``start``."""
         job = dict(
             code=code, args=args, env=dict(os.environ if env is None else env),
-            cwd=os.fspath(cwd or os.getcwd()),
+            cwd=os.fspath(cwd or os.getcwd()), leaves=leaves,
         )  # fmt: skip
         with self._one_at_a_time, self.told:
             socket.send_fds(self._control, [json.dumps(job).encode()], [stdout, stderr])
@@ -122,10 +125,16 @@ def start(
     stderr: int,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
+    leaves: bool = False,
 ) -> Fork | subprocess.Popen[bytes]:
-    """Start a process that runs ``code`` as ``python -c`` does, with these open files."""
+    """Start a process that runs ``code`` as ``python -c`` does, with these open files.
+
+    One that ``leaves`` is no more as soon as ``code`` has ended, without the interpreter's end.
+    """
     if sys.platform == "linux":
-        return _server().start(code, *args, stdout=stdout, stderr=stderr, env=env, cwd=cwd)
+        return _server().start(
+            code, *args, stdout=stdout, stderr=stderr, env=env, cwd=cwd, leaves=leaves
+        )
     command = [sys.executable, "-c", code, *args]
     return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env, cwd=cwd)
 
@@ -139,7 +148,9 @@ def run_fork(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``code`` to its end, and return what it said. Raises: subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        child = start(code, *args, stdout=out.fileno(), stderr=err.fileno(), env=env, cwd=cwd)
+        child = start(
+            code, *args, stdout=out.fileno(), stderr=err.fileno(), env=env, cwd=cwd, leaves=True
+        )
         try:
             returncode = child.wait(timeout)
         finally:
@@ -152,8 +163,6 @@ import os, runpy, sys
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
-sys.stdout.flush()
-os._exit(0)  # to take the libraries apart takes longer than what was run
 """
 
 
@@ -222,6 +231,20 @@ def _import_libraries() -> None:
     load()  # with all that it imports of Transformers
 
 
+def _run(code: CodeType, *, leaves: bool) -> None:
+    status = 0
+    try:
+        exec(code, {"__name__": "__main__"})
+    except BaseException as error:
+        if not (leaves and isinstance(error, SystemExit) and isinstance(error.code, int | None)):
+            raise  # the interpreter says what it is
+        status = error.code or 0
+    if leaves:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 if __name__ == "__main__":
     _import_libraries()
     job = _next_job(socket.socket(fileno=int(sys.argv[1])))
@@ -231,4 +254,4 @@ if __name__ == "__main__":
         os.chdir(job["cwd"])
         sys.argv = ["-c", *job["args"]]
         del sys.path[0]  # this folder
-        exec(compile(job["code"], "<string>", "exec"), {"__name__": "__main__"})
+        _run(compile(job["code"], "<string>", "exec"), leaves=job["leaves"])

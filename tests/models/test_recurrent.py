@@ -63,8 +63,14 @@ _DELTA: dict[str, Any] = dict(
     layer_types=["linear_attention"] * 3 + ["full_attention"],
 )
 _EXPERTS: dict[str, Any] = dict(num_experts_per_tok=2)
+_CHUNK = 16  # a scan pads its tokens to so many, and compares each of them with each
 _MAMBA: dict[str, Any] = dict(
-    mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16, mamba_expand=2
+    mamba_n_heads=8,
+    mamba_d_head=16,
+    mamba_n_groups=1,
+    mamba_d_state=16,
+    mamba_expand=2,
+    mamba_chunk_size=_CHUNK,
 )
 HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_next": lambda: Qwen3NextConfig(
@@ -88,6 +94,7 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
         mamba_d_head=16,
         mamba_n_groups=1,
         mamba_d_state=16,
+        mamba_chunk_size=_CHUNK,
     ),
     "nemotron_h": lambda: NemotronHConfig(
         **_COMMON,
@@ -96,6 +103,7 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
         mamba_head_dim=16,
         n_groups=1,
         ssm_state_size=16,
+        chunk_size=_CHUNK,
         hybrid_override_pattern="M*M-",
     ),
 }
@@ -103,7 +111,9 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
 _PURE: dict[str, Any] = dict(vocab_size=99, hidden_size=16, num_hidden_layers=2, state_size=4)
 PURE: dict[str, Callable[[], PreTrainedConfig]] = {
     "mamba": lambda: MambaConfig(**_PURE),
-    "mamba2": lambda: Mamba2Config(**_PURE, num_heads=2, head_dim=16, n_groups=1),
+    "mamba2": lambda: Mamba2Config(
+        **_PURE, num_heads=2, head_dim=16, n_groups=1, chunk_size=_CHUNK
+    ),
 }
 JAMBA: dict[str, Any] = dict(
     **_COMMON,
