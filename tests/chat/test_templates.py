@@ -283,8 +283,8 @@ def test_what_templates_do_with_texts_is_what_jinja_does() -> None:
 
 def test_one_rendering_knows_nothing_of_another() -> None:
     sandbox = Sandbox(TemplateLimits())
-    template = sandbox.from_string("{{ x }}")
+    template = sandbox.template("{{ x }}")
     assert sandbox.render(template, {"x": 1}) == "1"
     assert sandbox.render(template, {}) == ""
     with pytest.raises(TemplateSyntaxError):
-        sandbox.from_string("{{ x")
+        sandbox.template("{{ x")

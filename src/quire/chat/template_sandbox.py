@@ -12,9 +12,10 @@ import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import wraps
+from functools import lru_cache, wraps
 from threading import local
 from time import monotonic
+from types import CodeType
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
@@ -50,10 +51,7 @@ class Exhausted(Exception):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja with the names, filters and conventions that Transformers gives to templates.
-
-    Compiling a template raises: TemplateSyntaxError.
-    """
+    """Jinja with the names, filters and conventions that Transformers gives to templates."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -75,6 +73,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.globals["dict"] = _Dict()
         self.globals["namespace"] = _Names
+
+    def template(self, source: str) -> Template:
+        """Return a template. Raises: TemplateSyntaxError; any other error of Jinja's compiler."""
+        code = _compiled(source, self.limits)
+        return Template.from_code(self, code, self.make_globals(None))
 
     def render(self, template: Template, variables: Mapping[str, Any]) -> str:
         """Render a template. Raises: RequestError for a limit, or messages that it rejects."""
@@ -253,6 +256,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise Exhausted(f"it took longer than {self.limits.seconds:g} s")
         if length > self.limits.max_chars:
             raise Exhausted(f"more than {format_count(self.limits.max_chars)} characters")
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str, limits: TemplateLimits) -> CodeType:
+    """Compile a template for every sandbox with these limits: an engine's and its server's."""
+    return Sandbox(limits).compile(source)
 
 
 class _Spent(local):

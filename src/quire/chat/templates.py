@@ -276,7 +276,7 @@ class ChatTemplate:
 
     def _compile(self, name: str, source: str) -> Template:
         try:
-            return self._sandbox.from_string(source)
+            return self._sandbox.template(source)
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template ({name}) is not a Jinja template: {syntax_error(error)}; "
