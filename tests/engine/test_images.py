@@ -111,6 +111,7 @@ def test_each_picture_is_encoded_once() -> None:
         assert encoder_of(llm).num_encoded == 1 + 3  # the trial's, and those of three pictures
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cache", ["contiguous", "growing", "virtual"])
 @pytest.mark.parametrize("name", SOME)
 def test_every_strategy_holds_them(name: str, cache: str) -> None:
@@ -129,6 +130,7 @@ def test_continuations_share_an_image(name: str) -> None:
         assert list(found.choices[0].token_ids) == expected(name)[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("swap_space", [0, "8MB"])
 @pytest.mark.parametrize("name", SOME)
 def test_a_preempted_sequence_sees_its_image_again(name: str, swap_space: Any) -> None:
@@ -309,6 +311,7 @@ def test_a_model_may_project_hidden_states_itself(caplog: pytest.LogCaptureFixtu
 # -- the prefix cache ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("before", ["w1 w2 w3 w4", "w1 w2"])
 @pytest.mark.parametrize("name", SOME)
 def test_another_picture_of_the_same_size_is_never_found(name: str, before: str) -> None:

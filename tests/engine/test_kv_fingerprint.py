@@ -201,10 +201,9 @@ def test_a_form_of_weights_is_named_in_full() -> None:
     ids=str,
 )
 def test_a_plan_has_the_fingerprint_of_the_engine_it_plans(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], tmp_path: Path
 ) -> None:
     """``quire doctor`` loads no weights. In the last one a block has what fills whole pages."""
-    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     planned = planned_fingerprint(None, EngineConfig(**options))
     with LLM(
         kv_cache_memory_bytes="16MB",

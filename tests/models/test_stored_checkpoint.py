@@ -63,7 +63,7 @@ def written(folder: Path, method: str, **said: Any) -> dict[str, Stored]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_its_numbers_are_those_of_the_file_and_so_are_its_tokens(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, tmp_path: Path
 ) -> None:
     stored = written(tmp_path, method)
     twin = load(dtype="float32")
@@ -81,10 +81,7 @@ def test_its_numbers_are_those_of_the_file_and_so_are_its_tokens(
         assert torch.equal(layer.packed_weight.dequantized(), stored[where].weight)
 
 
-def test_a_plan_has_the_fingerprint_of_the_engine_it_plans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+def test_a_plan_has_the_fingerprint_of_the_engine_it_plans(tmp_path: Path) -> None:
     written(tmp_path / "model", "gptq")
     planned = planned_fingerprint(tmp_path / "model", EngineConfig())
     with LLM(str(tmp_path / "model"), kv_cache_memory_bytes="16MiB") as llm:

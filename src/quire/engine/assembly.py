@@ -148,7 +148,7 @@ def _small_runner(
         backend, make_pair = prepare(copied, copied.spec, strategy, cut, memory, config)
     kv = KVCache(make_pair)
     try:
-        yield ModelRunner(copied, kv, backend)
+        yield ModelRunner(copied, kv, backend, watch=ModelWatch(copied.model, is_private=True))
     finally:
         kv.close()
         with suppress(MemoryUnavailable):  # after a kernel's fault, whose error goes first

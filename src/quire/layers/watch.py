@@ -50,15 +50,15 @@ class _Read(NamedTuple):
     found: tuple[Any, ...]
 
 
-FileReads: TypeAlias = dict[int, tuple[_Read, ...]]  # by the id of the file's names
+FileReads: TypeAlias = dict[int, tuple[_Read, ...]]  # by the id of a class, or of a file's names
 
 
 class WeightsWatch:
     """Of modules, or functions, and all that they reach, but for some places: those ``apart``.
 
-    ``file_reads`` keeps what a file's functions read. Watches with nothing apart that are made one
-    after the other share it, and the file is looked through once: what changes between them, the
-    later ones take for changed.
+    ``file_reads`` keeps what classes and their files' functions read. Watches with nothing apart
+    that are made one after the other share it, and each is looked through once: what changes
+    between them, the later ones take for changed.
     """
 
     def __init__(
@@ -186,7 +186,12 @@ class WeightsWatch:
                 continue
             self._met[id(each)] = each
             self._sized.append(vars(each))
-            self._some(vars(each), {name: _copied(value) for name, value in vars(each).items()})
+            if id(each) not in self._file_reads:
+                num_before = len(self._reads)
+                self._some(vars(each), {name: _copied(value) for name, value in vars(each).items()})
+                self._file_reads[id(each)] = tuple(self._reads[num_before:])
+            else:
+                self._reads += self._file_reads[id(each)]
             self._code_of(names)
 
     def _function(self, function: FunctionType) -> None:
@@ -222,7 +227,9 @@ class WeightsWatch:
         self._some(live, {name: self._copy(value, live, name) for name, value in live.items()})
 
     def _some(self, source: Mapping[Any, Any], wanted: dict[Any, Any]) -> None:
-        names = tuple(name for name in wanted if (id(source), name) not in self._apart)
+        names = tuple(wanted)
+        if self._apart:
+            names = tuple(name for name in names if (id(source), name) not in self._apart)
         several = names if len(names) != 1 else names * 2  # of one a getter gives no tuple
         if names:
             # One for all modules of a class: in the caches it is found once, and not for each.

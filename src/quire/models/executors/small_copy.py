@@ -101,6 +101,8 @@ def _cut(loaded: LoadedModel, cuts: _Cuts) -> LoadedModel:
         del config.quantization_config
     if _spec_of(config).layers != cut(whole).layers:
         raise _Unlike("its layers follow from sizes that are cut")
+    if _num_parameters(loaded.model) > _MOST_PARAMETERS:  # else its copy has fewer
+        _refuse_large(type(loaded.model), config)
     model = _random(type(loaded.model), config, loaded.device)
     _require_whole(model, cut.num_layers)
     return LoadedModel(
@@ -248,14 +250,22 @@ def _require_whole(model: PreTrainedModel, num_layers: int) -> None:
         raise _Unlike(f"its own cache has {len(cache.layers)} layers, and {num_layers} were wanted")
 
 
+def _num_parameters(model: PreTrainedModel) -> int:
+    return sum(each.numel() for each in model.parameters())
+
+
+def _refuse_large(kind: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    """Raises: _Unlike for what has too many parameters."""
+    with torch.device("meta"):
+        num_parameters = _num_parameters(kind(config))
+    if num_parameters > _MOST_PARAMETERS:
+        raise _Unlike(f"the smallest has {num_parameters:,} parameters")
+
+
 def _random(
     kind: type[PreTrainedModel], config: PreTrainedConfig, device: torch.device
 ) -> PreTrainedModel:
-    """A model of random weights in float32, ready to be asked. Raises: _Unlike if it is large."""
-    with torch.device("meta"):
-        num_parameters = sum(each.numel() for each in kind(config).parameters())
-    if num_parameters > _MOST_PARAMETERS:
-        raise _Unlike(f"the smallest has {num_parameters:,} parameters")
+    """A model of random weights in float32, ready to be asked."""
     with torch.random.fork_rng(devices=[]):  # weights are drawn at once, and below again
         model = kind(config).eval().float()
     generator = torch.Generator().manual_seed(0)
