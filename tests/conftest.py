@@ -25,6 +25,7 @@ os.environ["QUIRE_CACHE_DIR"] = str(
 # other modules do at the end comes before this.
 if "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(os._exit, 0)
+    gc.disable()  # what imports make, stays
 
 import numpy as np
 import pytest
@@ -34,6 +35,8 @@ from hypothesis import settings
 import target
 from conformance import covering, named
 from quire.errors import ConfigError
+
+gc.enable()
 
 settings.register_profile("dev", deadline=None, max_examples=50)
 settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)

@@ -9,6 +9,7 @@ imports, or about what a fresh process finds, starts its process itself.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import select
@@ -218,6 +219,7 @@ def _next_job(control: socket.socket) -> dict[str, Any] | None:
 def _import_libraries() -> None:
     from quire.config import keep_few_shapes, wait_patiently
 
+    gc.disable()  # what imports make, stays
     keep_few_shapes()  # as a command does before it imports torch
     wait_patiently()
     import quire
@@ -229,6 +231,7 @@ def _import_libraries() -> None:
     for name in quire.__all__:
         getattr(quire, name)
     load()  # with all that it imports of Transformers
+    gc.enable()
 
 
 def _run(code: CodeType, *, leaves: bool) -> None:
