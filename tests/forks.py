@@ -232,6 +232,8 @@ def _import_libraries() -> None:
         getattr(quire, name)
     load()  # with all that it imports of Transformers
     gc.enable()
+    gc.freeze()  # a fork need not look through it, which also copies it
+    atexit.register(gc.unfreeze)  # so that a library that counts what is left finds nothing
 
 
 def _run(code: CodeType, *, leaves: bool) -> None:
