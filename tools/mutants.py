@@ -13,6 +13,7 @@ of them take less time than those imports.
 """
 
 import argparse
+import gc
 import importlib
 import os
 import shutil
@@ -205,6 +206,7 @@ def main() -> int:
     sys.dont_write_bytecode = True
     for name in _LIBRARIES:
         importlib.import_module(name)
+    gc.freeze()  # a fork need not look through it, which also copies it
     start, killed = time.monotonic(), 0
     for mutant, verdict, said, seconds in run(mutants, options.jobs):
         killed += verdict == "killed"
