@@ -171,6 +171,7 @@ def test_a_file_that_is_cut_or_changed_anywhere_is_read_or_refused(tmp_path: Pat
     [
         ({"block_count": 10_000}, "block_count=10000 is more than its tensors have"),
         ({"block_count": "many"}, "block_count='many' is no whole number"),
+        ({"attention__head_count": 99}, "head_count=99 is more than embedding_length=32"),
         ({"context_length": 0}, "context_length=0 is no whole number from 1 on"),
         ({"attention__layer_norm_rms_epsilon": float("nan")}, "is no positive number"),
         ({"attention__value_length": 16}, "value_length=16 is not the size of a head, 8"),

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 from rich.table import Table
 
 from quire.cli.help_text import HelpfulCommand
-from quire.config import ADVANCED, EngineConfig, kernel_dir
+from quire.config import ADVANCED, EngineConfig
 from quire.config.keys import key_for
 from quire.engine.kv_sizing import longest_tokens
 from quire.errors import ConfigError
@@ -170,28 +170,11 @@ def load_model(model: str | None, config: EngineConfig, console: Console) -> Any
     import_engine_for(model, config)
     console.print(f"loading {model or 'the demo model'} …", highlight=False)
     # Transformers shows its own progress bars for downloads and for large files of weights.
-    if (num_ranks := config.tensor_parallel_size) > 1:
-        from quire.engine.parallel.model_part import load_parts, refuse_options
+    from quire.engine.build import load_named
+    from quire.engine.parallel.model_part import refuse_options
 
-        refuse_options(config, model)
-        return load_parts(
-            model,
-            num_ranks,
-            device=config.device,
-            dtype=config.dtype,
-            show_progress=model is not None,
-        )
-    from quire.models.loader import load
-
-    return load(
-        model,
-        device=config.device,
-        dtype=config.dtype,
-        quantization=config.quantization,
-        tokenizer=config.tokenizer,
-        kernel_dir=kernel_dir(),
-        show_progress=model is not None,
-    )
+    refuse_options(config, model)
+    return load_named(model, config, show_progress=model is not None)
 
 
 def import_engine_for(model: str | None, config: EngineConfig) -> None:

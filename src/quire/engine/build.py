@@ -236,24 +236,8 @@ def loaded_model(
                 f"a tokenizer ({type(tokenizer).__name__}) goes with a model in memory: beside a "
                 f"folder or hub name, tokenizer= takes the folder or hub name of another one"
             )
-        if config.tensor_parallel_size > 1:
-            return load_parts(
-                model,
-                config.tensor_parallel_size,
-                device=config.device,
-                dtype=config.dtype,
-                show_progress=show_progress,
-            )
-        own = load(
-            model,
-            device=config.device,
-            dtype=config.dtype,
-            quantization=config.quantization,
-            tokenizer=config.tokenizer,
-            show_progress=show_progress,
-            kernel_dir=kernel_dir(),
-        )
-        return replace(own, is_private=True)
+        own = load_named(model, config, show_progress=show_progress)
+        return replace(own, is_private=own.ranks is None)
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
     if config.quantization is not None:
         raise ConfigError("quantization= goes with a folder or a name: quantize the model first")
@@ -268,6 +252,33 @@ def loaded_model(
             f"dtype={config.dtype} is not the model's, {loaded.dtype}: cast it, or leave dtype auto"
         )
     return loaded
+
+
+def load_named(
+    name: str | Path | None, config: EngineConfig, *, show_progress: bool = False
+) -> LoadedModel:
+    """Load a folder, a hub name or a GGUF file as an engine's options say, in one rank or more.
+
+    Raises: ConfigError, ModelNotLoadable, UnsupportedModel, RankLost.
+    """
+    if config.tensor_parallel_size > 1:
+        return load_parts(
+            name,
+            config.tensor_parallel_size,
+            device=config.device,
+            dtype=config.dtype,
+            tokenizer=config.tokenizer,
+            show_progress=show_progress,
+        )
+    return load(
+        name,
+        device=config.device,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        tokenizer=config.tokenizer,
+        show_progress=show_progress,
+        kernel_dir=kernel_dir(),
+    )
 
 
 def _vision(config: EngineConfig, loaded: LoadedModel) -> Vision:

@@ -163,6 +163,9 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     if f"blk.{num_layers - 1}.attn_norm.weight" not in file.tensors:
         raise fields.wrong("block_count", "is more than its tensors have")
     hidden_size = fields.integer("embedding_length")
+    head_dim = fields.optional_integer("attention.key_length") or hidden_size // num_heads
+    if head_dim == 0:
+        raise fields.wrong("attention.head_count", f"is more than embedding_length={hidden_size}")
     config: dict[str, Any] = {
         "model_type": family.model_type,
         "dtype": gguf_dtype(file),
@@ -172,7 +175,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": fields.integer("feed_forward_length"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.optional_integer("attention.head_count_kv") or num_heads,
-        "head_dim": fields.optional_integer("attention.key_length") or hidden_size // num_heads,
+        "head_dim": head_dim,
         "max_position_embeddings": fields.integer("context_length"),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(fields),
@@ -181,8 +184,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     }
     for name in ("attention.value_length", "rope.dimension_count"):
         found = fields.optional_integer(name)
-        if found not in (None, config["head_dim"]) and name != family.may_differ:
-            raise fields.wrong(name, f"is not the size of a head, {config['head_dim']}")
+        if found not in (None, head_dim) and name != family.may_differ:
+            raise fields.wrong(name, f"is not the size of a head, {head_dim}")
     if family.model_type == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     return config | family.own(fields, config)

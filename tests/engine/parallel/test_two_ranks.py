@@ -6,6 +6,8 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,9 @@ from engine.parallel.ranks import (
 )
 from planner.places import host
 from quire.config import EngineConfig
+from quire.engine import build
+from quire.engine.llm import LLM
+from quire.engine.parallel.model_part import load_parts
 from quire.engine.parallel.worker_group import WorkerGroup
 from quire.errors import ConfigError
 from quire.kv import STRATEGIES, Usage
@@ -33,6 +38,8 @@ from quire.planner.capacity import plan
 from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.subject import find_subject
 from quire.sampling_params import SamplingParams
+
+DEMO = Path(build.__file__).parents[1] / "demo_model"
 
 pytest.importorskip("accelerate", reason="Transformers loads parts of a model with it")
 pytestmark = [
@@ -64,6 +71,15 @@ def test_every_strategy_gives_the_tokens_of_one_process_and_of_generate(
 
         model = AutoModelForCausalLM.from_pretrained(folder.of("llama"))
         assert expected == [[of_generate(model, prompt, 16)] for prompt in PROMPTS]
+
+
+def test_another_tokenizer_is_rank_0s(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama, crew = folder.of("llama"), folder.crew
+    assert folder.parts("llama").tokenizer is None
+    monkeypatch.setattr(build, "load_parts", partial(load_parts, workers=crew))
+    with LLM(llama, tokenizer=DEMO, tensor_parallel_size=2, **OPTIONS) as llm:
+        assert llm.tokenizer is not None
+        assert llm.tokenizer.name_or_path == str(DEMO)
 
 
 @pytest.mark.parametrize("name", only(["gemma3", "mixtral", "deepseek_v3"], "mixtral"))

@@ -77,13 +77,15 @@ def load_parts(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    tokenizer: str | None = None,
     show_progress: bool = False,
     workers: WorkerGroup | None = None,
 ) -> LoadedModel:
     """Load rank 0's part of a folder or a hub name, beside the other ranks'.
 
-    ``device`` is the engine's option: on CUDA each rank has the device of its number. ``workers``
-    are started, and end with the model, if none are given.
+    ``device`` is the engine's option: on CUDA each rank has the device of its number.
+    ``tokenizer`` names the folder or the repository of one that is not the model's own; only rank 0
+    reads and writes text. ``workers`` are started, and end with the model, if none are given.
 
     Raises: ConfigError, UnsupportedModel, ModelNotLoadable, RankLost.
     """
@@ -95,7 +97,12 @@ def load_parts(
 
     def load_own() -> LoadedModel:
         return load_part(
-            name, dtype=dtype, rank=0, num_ranks=num_ranks, show_progress=show_progress
+            name,
+            dtype=dtype,
+            rank=0,
+            num_ranks=num_ranks,
+            tokenizer=tokenizer,
+            show_progress=show_progress,
         )
 
     try:
@@ -114,13 +121,20 @@ def load_parts(
 
 
 def load_part(
-    name: str | Path | None, *, dtype: str, rank: int, num_ranks: int, show_progress: bool = False
+    name: str | Path | None,
+    *,
+    dtype: str,
+    rank: int,
+    num_ranks: int,
+    tokenizer: str | None = None,
+    show_progress: bool = False,
 ) -> LoadedModel:
     """Load one rank's part. All ranks do so together."""
     with meeting(rank):
         loaded = load(
             name or None,
             dtype=dtype,
+            tokenizer=tokenizer,
             copy_weights=False,
             show_progress=show_progress,
             num_ranks=num_ranks,
