@@ -91,7 +91,8 @@ def _apart(path: Path, num_requests: int, *cached: str) -> Speed:
 
 
 def tables(rounds: list[tuple[Speed, Speed, Speed]]) -> list[Table]:
-    columns = ("requests", "prefix cache", "prompt tokens", "decoded", "CPU s", "tokens/s", "peak RSS MiB")
+    counts = ("requests", "prefix cache", "prompt tokens", "decoded")
+    columns = (*counts, "CPU s", "tokens/s", "peak RSS MiB")
     rows = [
         [
             f"{each.num_requests:,}",

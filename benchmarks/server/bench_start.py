@@ -11,7 +11,10 @@ processes take turns. Processor seconds are user and system time of all threads,
 counts them; a processor whose other thread is busy makes them longer.
 
 All processes find their modules compiled to bytecode, as an installed package has them: it is
-written before, also where PYTHONDONTWRITEBYTECODE would have each start compile Quire's sources anew.
+written before, also where PYTHONDONTWRITEBYTECODE would have each start compile Quire's anew. What
+else is installed beside Quire takes part of a start too: Transformers asks for each package by its
+name, and imports some where they are.
+
 It ends within three minutes, or `--limit-s`: no round begins that would end later, but the first.
 """
 
