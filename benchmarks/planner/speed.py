@@ -3,7 +3,11 @@
 Each run is a process of its own, timed from the first request on, by its own processor time. The
 first tenth of the trace beside the whole shows what memory its length takes.
 
-    python -m benchmarks.planner.speed TRACE NUM_REQUESTS
+The trace does not tell which prompts begin alike, so it is simulated without a prefix cache, as
+`quire simulate` does. With one, whose index takes in blocks that no other prompt finds, stands
+beside it.
+
+    python -m benchmarks.planner.speed TRACE NUM_REQUESTS [cached]
 """
 
 import json
@@ -38,16 +42,21 @@ class Speed:
     num_decoded_tokens: int
     cpu_s: float
     peak_mib: float  # resident, of the whole process
+    is_cached: bool  # with a prefix cache
 
     @property
     def tokens_per_s(self) -> float:
         return (self.num_prompt_tokens + self.num_decoded_tokens) / self.cpu_s
 
 
-def run(trace: Path, num_requests: int | None) -> dict[str, Any]:
+def run(trace: Path, num_requests: int | None, *, is_cached: bool = False) -> dict[str, Any]:
     """One simulation, in this process."""
     config = EngineConfig.from_options(
-        cache="paged", max_model_len=16_384, max_num_seqs=256, kv_cache_memory_bytes=KV_BYTES
+        cache="paged",
+        max_model_len=16_384,
+        max_num_seqs=256,
+        kv_cache_memory_bytes=KV_BYTES,
+        enable_prefix_caching=is_cached,
     )
     subject = find_subject(MODEL, dtype="auto")
     fleet = fleet_for(
@@ -61,43 +70,49 @@ def run(trace: Path, num_requests: int | None) -> dict[str, Any]:
         "num_decoded_tokens": found.num_output_tokens,
         "cpu_s": time.process_time() - begun_s,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "is_cached": is_cached,
     }
 
 
-def measure(traces: Path, num_rounds: int) -> list[tuple[Speed, Speed]]:
-    """(a tenth of the trace, all of it), in turn."""
+def measure(traces: Path, num_rounds: int) -> list[tuple[Speed, Speed, Speed]]:
+    """(a tenth of the trace, all of it; a tenth with a prefix cache), in turn."""
     path = traces / AZURE
     count = sum(1 for _ in open_trace(path))
-    return [(_apart(path, count // 10), _apart(path, count)) for _ in range(num_rounds)]
+    return [
+        (_apart(path, count // 10), _apart(path, count), _apart(path, count // 10, "cached"))
+        for _ in range(num_rounds)
+    ]
 
 
-def _apart(path: Path, num_requests: int) -> Speed:
-    command = [sys.executable, "-m", __name__, str(path), str(num_requests)]
+def _apart(path: Path, num_requests: int, *cached: str) -> Speed:
+    command = [sys.executable, "-m", __name__, str(path), str(num_requests), *cached]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return Speed(**json.loads(done.stdout))
 
 
-def tables(rounds: list[tuple[Speed, Speed]]) -> list[Table]:
-    columns = ("requests", "prompt tokens", "decoded", "CPU s", "tokens/s", "peak RSS MiB")
+def tables(rounds: list[tuple[Speed, Speed, Speed]]) -> list[Table]:
+    counts = ("requests", "prefix cache", "prompt tokens", "decoded")
+    columns = (*counts, "CPU s", "tokens/s", "peak RSS MiB")
     rows = [
         [
             f"{each.num_requests:,}",
+            "yes" if each.is_cached else "no",
             f"{each.num_prompt_tokens:,}",
             f"{each.num_decoded_tokens:,}",
             f"{each.cpu_s:.1f}",
             f"{each.tokens_per_s:,.0f}",
             f"{each.peak_mib:.0f}",
         ]
-        for pair in rounds
-        for each in pair
+        for several in rounds
+        for each in several
     ]
     title = f"Simulating {AZURE}: {MODEL} on {DEVICE}, {KV_BYTES} of KV, paged"
     return [Table(title=title, columns=columns, rows=rows)]
 
 
-def claims(rounds: list[tuple[Speed, Speed]]) -> Iterable[dict[str, Any]]:
-    speed = statistics.median(whole.tokens_per_s for _, whole in rounds)
-    grown = statistics.median(whole.peak_mib / part.peak_mib for part, whole in rounds)
+def claims(rounds: list[tuple[Speed, Speed, Speed]]) -> Iterable[dict[str, Any]]:
+    speed = statistics.median(whole.tokens_per_s for _, whole, _ in rounds)
+    grown = statistics.median(whole.peak_mib / part.peak_mib for part, whole, _ in rounds)
     common = {"peer": None, "ratio": None}
     yield {
         "claim": "planner: scheduled tokens simulated a second of one core",
@@ -118,4 +133,5 @@ def claims(rounds: list[tuple[Speed, Speed]]) -> Iterable[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(Path(sys.argv[1]), int(sys.argv[2]))))
+    found = run(Path(sys.argv[1]), int(sys.argv[2]), is_cached="cached" in sys.argv[3:])
+    print(json.dumps(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from quire.cli.imports import quick_imports
 from quire.models.loader import load
 from quire.planner.subject import find_subject
 from quire.spec.model_files import find_folder
@@ -166,3 +168,18 @@ def test_a_shell_completes_commands_and_their_options(words: str, found: list[st
         env={**os.environ, **asked, "COMP_CWORD": str(words.count(" "))},
     )
     assert done.stdout.split() == found
+
+
+def test_garbage_is_not_looked_for_while_modules_are_imported() -> None:
+    with quick_imports():
+        assert not gc.isenabled()
+        before = gc.get_freeze_count()
+        made = [[] for _ in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= before + len(made)  # it is passed over from now on
+
+
+def test_it_is_looked_for_again_after_an_import_that_fails() -> None:
+    with pytest.raises(ImportError), quick_imports():
+        raise ImportError
+    assert gc.isenabled()

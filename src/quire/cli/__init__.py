@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from quire.cli.help_text import HelpfulCommand, HelpfulGroup
+from quire.cli.imports import quick_imports
 from quire.errors import QuireError
 from quire.server.stop import StopSignals
 from quire.version import VERSION
@@ -124,12 +125,13 @@ def main() -> None:
 
 def _run(named: list[str]) -> None:
     try:
-        if named:
-            from quire.config import keep_few_shapes, wait_patiently
+        with quick_imports():
+            if named:
+                from quire.config import keep_few_shapes, wait_patiently
 
-            wait_patiently()
-            keep_few_shapes()
-        run = command_line(named)
+                wait_patiently()
+                keep_few_shapes()
+            run = command_line(named)
         arguments = sys.argv[1:]
         if not arguments or (len(arguments) == 1 and arguments[0] in GROUPS):
             arguments = [*arguments, "--help"]

@@ -3,8 +3,6 @@
 Flags of the engine and the server are made from their configs, which describe each option once.
 """
 
-import atexit
-import gc
 import inspect
 import sys
 from collections.abc import Callable, Collection
@@ -22,6 +20,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 from rich.table import Table
 
 from quire.cli.help_text import HelpfulCommand
+from quire.cli.imports import quick_imports
 from quire.config import ADVANCED, EngineConfig
 from quire.config.keys import key_for
 from quire.engine.kv_sizing import longest_tokens
@@ -180,20 +179,13 @@ def load_model(model: str | None, config: EngineConfig, console: Console) -> Any
 def import_engine_for(model: str | None, config: EngineConfig) -> None:
     """Check the model's config.json, and then import the modules of the engine.
 
-    These modules live as long as the process, so the garbage collector is told to skip them: it
-    took a sixth of a server's start. At exit they are unfrozen, because C++ bindings would report
-    their own modules as leaks. Raises: ConfigError, ModelNotLoadable.
+    Raises: ConfigError, ModelNotLoadable.
     """
     longest_tokens(config, *find_spec(model))
     if "torch" in sys.modules:
         return
-    gc.disable()
-    try:
+    with quick_imports():
         import_module("quire.engine.async_llm")
-        gc.freeze()
-        atexit.register(gc.unfreeze)
-    finally:
-        gc.enable()
 
 
 def engine_of(loaded_options: dict[str, Any]) -> dict[str, Any]:

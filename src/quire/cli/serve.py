@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from quire.cli.imports import quick_imports
 from quire.cli.options import Model, facts_table, import_engine_for, with_options
 from quire.cli.vllm import notes_of
 from quire.config import EngineConfig, ServerConfig
@@ -51,7 +52,8 @@ def serve(
 
     Raises: ConfigError; typer.Exit with the server's exit code.
     """
-    from quire.server.run import serve as run
+    with quick_imports():
+        from quire.server.run import serve as run
 
     config = ServerConfig.from_options(**server)
     own = EngineConfig.from_options(**engine)  # bad options fail before anything is loaded

@@ -189,9 +189,10 @@ class Scheduler:
             if result.error:
                 draw.sequence.fault = result.fault
                 self.fail(draw.sequence, result.error)
-        for chunk in plan.chunks:
+        pooling = [chunk for chunk in plan.chunks if chunk.pools]
+        for chunk in pooling:
             found = chunk.sequence.embedding
-            if chunk.pools and (found is None or not np.isfinite(found).all()):
+            if found is None or not np.isfinite(found).all():
                 chunk.sequence.fault = "model"
                 self.fail(chunk.sequence, "the model's hidden state is not all finite numbers")
         self._mark_computed(plan.chunks, num_kept)
@@ -204,8 +205,8 @@ class Scheduler:
         self._ended.clear()
         self._outputs += [
             TokenOutput(sequence=chunk.sequence, token_id=None, finish_reason="stop")
-            for chunk in plan.chunks
-            if chunk.pools and chunk.sequence.finish_reason is None
+            for chunk in pooling
+            if chunk.sequence.finish_reason is None
         ]
         for draw, result in draws:
             if draw.sequence.finish_reason is None:
@@ -647,7 +648,10 @@ class Scheduler:
                 if stop < chunk.stop:
                     accounting.trim(sequence.seq_id, stop)
             sequence.num_computed_tokens = stop
-            self._note_computed(chunk, stop)
+            if chunk.start == sequence.most_computed_tokens and not chunk.num_restored:
+                sequence.most_computed_tokens = stop  # as mostly
+            else:
+                self._note_computed(chunk, stop)
             count = stop - chunk.start + chunk.num_restored
             counts.append(count)
             if count == 1 and not chunk.num_restored:
@@ -676,11 +680,23 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, result: Sampled) -> list[TokenOutput]:
         """Append the sampled tokens up to the sequence's end, if they have it."""
-        if sequence.request.chosen_outside:
+        if sequence.request.beam is not None:
             sequence.awaits_choice = True
             logprobs = result.logprobs[0]
             return [
                 TokenOutput(sequence=sequence, token_id=None, finish_reason=None, logprobs=logprobs)
+            ]
+        if len(result.token_ids) == 1 and not (result.logprobs or result.ends):  # as mostly
+            (token_id,) = result.token_ids
+            sequence.token_ids.append(token_id)
+            reason = self.limits.finish_reason(sequence, token_id)
+            return [
+                TokenOutput(
+                    sequence=sequence,
+                    token_id=token_id,
+                    is_text=reason != "stop",
+                    finish_reason=reason,
+                )
             ]
         outputs: list[TokenOutput] = []
         for place, token_id in enumerate(result.token_ids):

@@ -169,7 +169,7 @@ class Sequence:
     def goes_its_own_way(self) -> bool:
         """Whether no sibling waits for it, no search chooses for it, and it generates tokens."""
         request = self.request
-        return not self.siblings and not request.chosen_outside and request.pooling is None
+        return not self.siblings and request.beam is None and request.pooling is None
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

@@ -1,4 +1,8 @@
-"""The plan of a step, and its outputs."""
+"""The plan of a step, and its outputs.
+
+``Chunk``, ``Draw`` and ``TokenOutput`` are made for each sequence of each step, and nothing changes
+them. They are not frozen, because making a frozen one takes twice as long (decision 143).
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +11,7 @@ from quire.engine.sequence import Fault, FinishReason, Sequence, TokenLogprobs
 from quire.kv.interface import Slots
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Chunk:
     """Tokens [start, stop) of one sequence, which one step computes.
 
@@ -49,7 +53,7 @@ class Chunk:
         return self.stop - 1 - len(self.drafts) if self.samples else self.stop
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Draw:
     """A sequence whose next token is sampled from row ``row`` of the logits.
 
@@ -101,6 +105,14 @@ class StepPlan:
         end = 0
         for chunk in several:
             sequence, row = chunk.sequence, end
+            request = sequence.request
+            if request.pooling is None and request.params.prompt_logprobs is None:  # as mostly
+                if chunk.samples:
+                    end += 1 + len(chunk.drafts)
+                    draws.append(Draw(sequence=sequence, row=row, drafts=chunk.drafts))
+                    if sequence.siblings:
+                        draws += [Draw(sequence=each, row=row) for each in sequence.siblings]
+                continue
             end += chunk.stop - chunk.logits_from
             if sequence.lacks_prompt_logprobs:
                 last = min(chunk.stop, sequence.num_prompt_tokens - 1)
@@ -136,7 +148,7 @@ class Sampled:
     fault: Fault = None  # of the error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TokenOutput:
     """What a step did for one sequence: a token, or the sequence's end, or both."""
 

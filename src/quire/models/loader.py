@@ -22,7 +22,6 @@ from transformers import (
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
-    AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
     TorchAoConfig,
@@ -534,6 +533,8 @@ def processor_of(source: str, model: PreTrainedModel) -> tuple[Any, str]:
     if not hasattr(model.base_model, "get_image_features"):
         return None, ""
     try:
+        from transformers import AutoProcessor  # with what reads images, films and sounds
+
         return AutoProcessor.from_pretrained(source, trust_remote_code=False), ""
     except Exception as error:  # as above; ImportError where Pillow or torchvision is wanted
         reason = first_line(error)

@@ -6,12 +6,14 @@ import time
 import traceback
 from collections import Counter
 from copy import copy
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
 from quire.errors import ConfigError
-from quire.traces import RequestLog
+
+if TYPE_CHECKING:
+    from quire.traces import RequestLog
 
 # -- logs ------------------------------------------------------------------------------------------
 
@@ -144,6 +146,8 @@ class RequestWriter:
             raise ConfigError(
                 f"request_log={path!r} cannot be written: {error.strerror}"
             ) from error
+        from quire.traces import RequestLog  # with all forms of traces: few servers write one
+
         self._log = RequestLog(self._file)
         self._begun_s = time.monotonic()
 
@@ -165,7 +169,7 @@ class RequestWriter:
 class Noted:
     """The lines of one request, until it ends."""
 
-    def __init__(self, log: RequestLog, numbers: list[int]) -> None:
+    def __init__(self, log: "RequestLog", numbers: list[int]) -> None:
         self._log, self._numbers = log, numbers
         self._num_tokens: Counter[int] = Counter()
 

@@ -120,11 +120,17 @@ class PlanBuilder:
     def chunks_due(self, due: list[Sequence]) -> list[Chunk]:
         """Return what these running sequences have to compute, as far as the budget goes."""
         chunks: list[Chunk] = []
-        budget, spare = self.budget, 0
+        budget, spare, one_chunk = self.budget, 0, self.one_chunk
         if self.drafts:  # drafts take what the certain tokens leave
             spare = budget - sum(s.num_tokens - s.num_computed_tokens for s in due)
         for sequence in due:
-            start, last = sequence.num_computed_tokens, sequence.num_tokens
+            start, last = sequence.num_computed_tokens, len(sequence.token_ids)
+            if last == start + 1 and not self.drafts:  # as mostly
+                chunks.append(Chunk(sequence=sequence, start=start, stop=last, samples=True))
+                budget -= 1
+                if not budget or one_chunk:
+                    break
+                continue
             stop = last
             if last > start + 1:  # a single token always fits
                 stop = self.snapshots.end(start, min(last, start + budget), last)
@@ -133,7 +139,7 @@ class PlanBuilder:
             if stop < last:
                 chunks.append(Chunk(sequence=sequence, start=start, stop=stop, samples=False))
                 budget = max(0, budget - (stop - start))
-                if not budget or self.one_chunk:
+                if not budget or one_chunk:
                     break
                 continue
             guesses: tuple[int, ...] = ()
@@ -147,7 +153,7 @@ class PlanBuilder:
                 Chunk(sequence=sequence, start=start, stop=stop, drafts=guesses, samples=True)
             )
             budget = max(0, budget - (stop - start))
-            if not budget or self.one_chunk:
+            if not budget or one_chunk:
                 break
         return chunks
 

@@ -93,16 +93,15 @@ class SchedulerLimits:
 
     def finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """Return why a sequence ends with its last token, or None."""
-        params, num_output = sequence.request.params, sequence.num_output_tokens
+        request, num_tokens = sequence.request, len(sequence.token_ids)
+        params, num_output = request.params, num_tokens - len(request.prompt_token_ids)
         if num_output > params.min_tokens:
             is_eos = token_id in self.eos_token_ids and not params.ignore_eos
             if is_eos or token_id in params.stop_token_ids:
                 return "stop"
         if num_output >= params.max_tokens:
             return "length"
-        if sequence.num_tokens >= self.max_model_len:
-            return "length"
-        return None
+        return "length" if num_tokens >= self.max_model_len else None
 
 
 def refuse_too_long(request: Request, max_model_len: int) -> None:

@@ -55,7 +55,7 @@ class Queues:
         return [
             s
             for s in self.running
-            if s.num_computed_tokens == s.num_tokens - 1 and s.goes_its_own_way
+            if s.num_computed_tokens == len(s.token_ids) - 1 and s.goes_its_own_way
         ]
 
     @property

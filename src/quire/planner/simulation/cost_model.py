@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from math import log2
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,7 @@ from quire.spec import ChunkedAttention, Group, KeptWhole, SlidingWindow
 # -- the work of a step ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """Counts of what one forward pass computes and reads; those of attention are layer means."""
 
     num_tokens: int

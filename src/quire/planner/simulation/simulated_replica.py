@@ -50,6 +50,7 @@ class Stride:
 
     moments_s: list[float]
     sequences: list[Sequence]
+    lasts: list[int]  # tokens that each has at its end
 
 
 def find_stride(
@@ -65,10 +66,12 @@ def find_stride(
     sequences = scheduler.decoding
     if not sequences or not _decides_nothing(scheduler, sequences):
         return None
-    count = _most_steps(scheduler, accounting, sequences)
+    most_model_len = scheduler.limits.max_model_len
+    lasts = [min(s.request.max_tokens, most_model_len) for s in sequences]
+    count = _most_steps(accounting, sequences, lasts)
     if not count:
         return None
-    return Stride(_moments(sequences, costs, now_s, until_s, count), sequences)
+    return Stride(_moments(sequences, costs, now_s, until_s, count), sequences, lasts)
 
 
 def take_stride(scheduler: Scheduler, accounting: Accounting, stride: Stride) -> list[Sequence]:
@@ -84,11 +87,11 @@ def take_stride(scheduler: Scheduler, accounting: Accounting, stride: Stride) ->
     scheduler.note_steps(count)
     _note(scheduler, stride)
     last_s, ended = stride.moments_s[-1], list[Sequence]()
-    for sequence, token, end in zip(sequences, tokens, ends, strict=True):
+    for sequence, token, end, last in zip(sequences, tokens, ends, stride.lasts, strict=True):
         sequence.token_ids += [token] * count
         sequence.num_computed_tokens = sequence.most_computed_tokens = end
         sequence.last_token_s = last_s
-        if end + 1 == _last(scheduler, sequence):
+        if end + 1 == last:
             ended.append(sequence)
     for sequence in ended:
         scheduler.finish(sequence, "length")
@@ -113,28 +116,19 @@ def _decides_nothing(scheduler: Scheduler, sequences: list[Sequence]) -> bool:
     )
 
 
-def _last(scheduler: Scheduler, sequence: Sequence) -> int:
-    """Return the tokens that a sequence has at its end."""
-    request = sequence.request
-    most = len(request.prompt_token_ids) + request.params.max_tokens
-    return min(most, scheduler.limits.max_model_len)
-
-
-def _most_steps(scheduler: Scheduler, accounting: Accounting, sequences: list[Sequence]) -> int:
+def _most_steps(accounting: Accounting, sequences: list[Sequence], lasts: list[int]) -> int:
     """Count the steps up to the first end for which all sequences are steady and have room."""
-    lengths, most, count = list[int](), list[int](), MOST_STEPS
-    for s in sequences:
+    lengths, count = list[int](), MOST_STEPS
+    for s, last in zip(sequences, lasts, strict=True):
         num_tokens, num_prompt_tokens = len(s.token_ids), len(s.request.prompt_token_ids)
-        last = _last(scheduler, s)
         steady = accounting.steady_tokens(s.seq_id) + 1
         count = min(count, last - num_tokens, steady - num_tokens)
         # A prompt of which the cache had all but the last token still computes that token.
         if count < 1 or num_tokens == num_prompt_tokens:
             return 0
         lengths.append(num_tokens)
-        most.append(last)
     free_bytes = accounting.ceiling.now_bytes - accounting.held_bytes
-    at, ends = np.array(lengths, np.int64), np.array(most, np.int64)
+    at, ends = np.array(lengths, np.int64), np.array(lasts, np.int64)
     # Each sequence has room for all of its tokens but the last.
     held_bytes = int(accounting.bytes_alone(at - 1, ends).sum())
     while count:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from quire.engine.sequence import Sequence
 from quire.errors import ConfigError
@@ -18,25 +18,14 @@ MAX_POINTS = 2_000
 FIGURES = ("used_bytes", "committed_bytes", "cached_bytes", "num_running", "num_waiting")
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """The state of a replica at one moment."""
+class State(NamedTuple):
+    """The state of a replica at one moment, in the order of ``FIGURES``."""
 
     used_bytes: int  # entries that a later token can still read
     committed_bytes: int
     cached_bytes: int  # held by no sequence, and kept for later prompts
     num_running: int
     num_waiting: int
-
-    @property
-    def figures(self) -> tuple[int, ...]:
-        return (
-            self.used_bytes,
-            self.committed_bytes,
-            self.cached_bytes,
-            self.num_running,
-            self.num_waiting,
-        )
 
 
 NOTHING = State(0, 0, 0, 0, 0)
@@ -76,7 +65,7 @@ class Timeline:
         self._max_points = max_points
         self._spans: list[_Span] = []
         self._width_s = 0.0  # shorter spans merge with their neighbour
-        self._last: tuple[float, ...] = NOTHING.figures
+        self._last: tuple[float, ...] = NOTHING
         self._last_s = 0.0
         self.peak = NOTHING  # the state with the most committed bytes
         self.most_running = 0
@@ -89,7 +78,7 @@ class Timeline:
         ):
             self.peak = state
         self.most_running = max(self.most_running, state.num_running)
-        figures, seconds = state.figures, now_s - self._last_s
+        figures, seconds = state, now_s - self._last_s
         if seconds > 0:
             integrals = [(a + b) / 2 * seconds for a, b in zip(self._last, figures, strict=True)]
             span = _Span(self._last_s, now_s, integrals, state.committed_bytes)
