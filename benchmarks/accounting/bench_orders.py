@@ -4,11 +4,18 @@ Each trace in whole blocks of 512 tokens, as an engine keeps them, through the p
 (``PolicyReplay``). Hit rates are exact: neither noise nor repetition changes them.
 
 A hint is one bit a request: no later prompt goes on behind this one. It is right, or turned around
-for a share of the requests, drawn from a seed.
+for a share of the requests, drawn from a seed. What right hints are worth is what is found where
+they are believed without a trial: what has ended goes first, or as if it had been used a pool's
+size earlier, whichever finds more.
+
+Traffic that is *held out* was not looked at while the constants of the trials were chosen: the
+second half of a trace by itself, and conversations that are drawn from three other seeds.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,14 +23,16 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from benchmarks.accounting.generated_traffic import as_prompts, circle, generated
+from benchmarks.accounting.generated_traffic import as_prompts, circle, generated, generated_kind
 from benchmarks.accounting.prefix_traces import BLOCK_TOKENS, MOONCAKE
 from benchmarks.harness.report import Output, Run, Table, WithClaims, skip_without_traces
+from quire.kv import EVICTION_POLICIES
+from quire.kv.eviction import Order, Recency
 from quire.planner.hit_rates import Prompts, prompts_of
 from quire.planner.hit_rates.optimum import Optimum
 from quire.planner.hit_rates.policy_replay import PolicyReplay
 from quire.planner.hit_rates.stack_distances import lru_hits
-from quire.traces import open_trace
+from quire.traces import TraceRequest, open_trace
 
 KV_TESTER = "kv-cache-tester.tar.zst"
 TracesFolder = Annotated[
@@ -35,6 +44,8 @@ NUM_SIZES, FROM_TOKENS, TO_TOKENS = 24, MILLION // 2, 64 * MILLION
 WRONG = (0.0, 0.2, 0.33)  # shares of the hints
 _EVERY = 4  # one in so many sizes with hints
 LOOP_BLOCKS, LOOP_CACHE, LOOP_ROUNDS = 8_800, 8_000, 12
+WORTH_TOKENS = (1, 2, 4, 8, 16)  # millions
+DRAWN, DRAWN_SEEDS, DRAWN_PARTS = ("conversations", "long conversations"), (1, 2, 3), (0.02, 0.05)
 COLUMNS = ("lru", "choice", "choice / lru", "optimum")
 PARTS = (0.03, 0.1, 0.2, 0.4, 0.7)  # of the blocks of generated traffic: sizes of the cache
 
@@ -107,6 +118,78 @@ def ends_of(prompts: Prompts, num_requests: int) -> npt.NDArray[np.bool_]:
     return np.array([last_use.get(end) == at for at, end in enumerate(prompts.ends[:num_requests])])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worth:
+    """What hints bring, in percent of prompt tokens, at one size."""
+
+    traffic: str
+    is_held_out: bool
+    size: str
+    lru: float
+    without: float  # hints: `choice` alone
+    right: float
+    believed: float  # the better order of the two, without a trial
+    wrong: list[float]  # as many as WRONG has beyond none
+
+    @property
+    def share(self) -> float:
+        """Return which part of what right hints are worth is found."""
+        return (self.right - self.lru) / (self.believed - self.lru)
+
+
+@contextmanager
+def believers() -> Iterator[list[str]]:
+    """Have policies that believe clients without a trial, and yield their names."""
+    orders = {f"believe-{each.name}": each for each in (Order.ENDED_EARLIER, Order.ENDED_FIRST)}
+    for name, order in orders.items():
+        EVICTION_POLICIES.register(name, partial(Recency, order=order))
+    try:
+        yield list(orders)
+    finally:
+        for name in orders:
+            EVICTION_POLICIES.unregister(name)
+
+
+def worth(
+    traffic: str, prompts: Prompts, sizes: dict[str, int], seed: int, *, is_held_out: bool
+) -> Iterator[Worth]:
+    """Yield what hints bring, by the size of the cache in words and in blocks."""
+    replay, percent = PolicyReplay(prompts), 100 / prompts.num_tokens
+    right, *wrong = (_hints(prompts, share, seed) for share in WRONG)
+    for words, size in sizes.items():
+        with believers() as names:
+            believed = max(replay.hits(size, name, ended=right) for name in names)
+        yield Worth(
+            traffic=traffic,
+            is_held_out=is_held_out,
+            size=words,
+            lru=lru_hits(prompts, [size])[0] * percent,
+            without=replay.hits(size, "choice") * percent,
+            right=replay.hits(size, "choice", ended=right) * percent,
+            believed=believed * percent,
+            wrong=[replay.hits(size, "choice", ended=each) * percent for each in wrong],
+        )
+
+
+def worths_of(name: str, requests: Sequence[TraceRequest], seed: int) -> Iterator[Worth]:
+    """Yield what hints bring in a trace, and in the second half of it by itself."""
+    sizes = {f"{each} M tokens": each * MILLION // BLOCK_TOKENS for each in WORTH_TOKENS}
+    halves = {name: requests, f"{name}, second half": requests[len(requests) // 2 :]}
+    for traffic, part in halves.items():
+        prompts = prompts_of(part, block_tokens=BLOCK_TOKENS, whole_blocks=True)
+        yield from worth(traffic, prompts, sizes, seed, is_held_out=part is not requests)
+
+
+def worths_of_drawn() -> Iterator[Worth]:
+    """Yield what hints bring in conversations that are drawn."""
+    for kind in DRAWN:
+        for seed in DRAWN_SEEDS:
+            prompts = generated_kind(kind, seed)
+            counts = (int(prompts.num_blocks * part) for part in DRAWN_PARTS)
+            sizes = {f"{count:,} blocks": count for count in counts}
+            yield from worth(f"{kind}, seed {seed}", prompts, sizes, seed, is_held_out=True)
+
+
 def loop() -> Found:
     """Blocks that are read in a circle, 22 at a time, and are a tenth more than the cache has."""
     prompts = as_prompts(circle(LOOP_BLOCKS, LOOP_ROUNDS))
@@ -146,6 +229,25 @@ def table_of_made_up(found: Sequence[tuple[str, Found]]) -> Table:
     )
 
 
+def table_of_worth(found: Sequence[Worth]) -> Table:
+    titles = (f"hints, {100 * wrong:.0f} % wrong" for wrong in WRONG[1:])
+    return Table(
+        title="What hints bring: found in percent of prompt tokens",
+        columns=(
+            "traffic", "held out", "size", "lru", "choice", "right hints", "believed", "share",
+            *titles,
+        ),
+        rows=[
+            [
+                each.traffic, "yes" if each.is_held_out else "no", each.size, f"{each.lru:.2f}",
+                f"{each.without:.2f}", f"{each.right:.2f}", f"{each.believed:.2f}",
+                f"{each.share:.2f}", *(f"{wrong:.2f}" for wrong in each.wrong),
+            ]
+            for each in found
+        ],
+    )  # fmt: skip
+
+
 def _cells(found: Found) -> list[str]:
     """Return what stands below ``COLUMNS``."""
     ratio = f"{found.choice / found.lru:.3f}" if found.lru else ""
@@ -153,7 +255,10 @@ def _cells(found: Found) -> list[str]:
 
 
 def claims(
-    every: dict[str, list[Found]], generated: Sequence[tuple[str, Found]], circle: Found
+    every: dict[str, list[Found]],
+    generated: Sequence[tuple[str, Found]],
+    circle: Found,
+    worths: Sequence[Worth],
 ) -> Iterator[dict[str, Any]]:
     for name, found in every.items():
         worst = min(found, key=lambda each: each.choice / each.lru)
@@ -170,6 +275,24 @@ def claims(
             (worst.hinted[-1], worst.lru),
             ">= 1 x",
             holds=worst.hinted[-1] >= worst.lru,
+        )
+    for is_held_out in (False, True):
+        part = [each for each in worths if each.is_held_out is is_held_out]
+        least = min(part, key=lambda each: each.share)
+        yield _claim(
+            f"right hints{' on traffic held out' * is_held_out}, the least share of their worth: "
+            f"{least.traffic}, {least.size}",
+            (least.right - least.lru, least.believed - least.lru),
+            ">= 0.8 x",
+            holds=least.share >= 0.8,
+        )
+        lowest = min(part, key=lambda each: each.wrong[-1] / each.lru)
+        yield _claim(
+            f"a third of the hints wrong{', on traffic held out' * is_held_out}, against LRU: "
+            f"{lowest.traffic}, {lowest.size}",
+            (lowest.wrong[-1], lowest.lru),
+            ">= 1 x",
+            holds=lowest.wrong[-1] >= lowest.lru,
         )
     kind, worst = min(
         ((kind, each) for kind, each in generated if each.lru),
@@ -209,6 +332,9 @@ def main(
     seed: Annotated[
         int, typer.Option(help="Of wrong hints, when agents begin, and generated traffic.")
     ] = 0,
+    hints_only: Annotated[
+        bool, typer.Option(help="Only what hints bring, also on traffic that is held out.")
+    ] = False,
     with_claims: WithClaims = False,
     output: Output = None,
 ) -> None:
@@ -217,21 +343,27 @@ def main(
         skip_without_traces(with_claims, output)
         return
     run = Run("accounting.bench_orders", width=150)
-    every, notes = dict[str, list[Found]](), list[str]()
+    every, notes, worths = dict[str, list[Found]](), list[str](), list[Worth]()
     for name, path in found_traces(traces, notes):
-        trace = open_trace(path, seed=seed)
-        prompts = prompts_of(trace, block_tokens=BLOCK_TOKENS, whole_blocks=True)
-        every[name] = measure(name, prompts, seed, run)
-    of_loop, of_made_up = loop(), [*made_up(seed)]
+        requests = list(open_trace(path, seed=seed))
+        for each in worths_of(name, requests, seed):
+            run.aside.print(each, markup=False)
+            worths.append(each)
+        if not hints_only:
+            prompts = prompts_of(requests, block_tokens=BLOCK_TOKENS, whole_blocks=True)
+            every[name] = measure(name, prompts, seed, run)
+    worths += worths_of_drawn()
+    of_loop, of_made_up = loop(), [] if hints_only else [*made_up(seed)]
     run.end(
         [
             *(table(name, found) for name, found in every.items()),
-            table_of_made_up(of_made_up),
+            table_of_worth(worths),
+            *([] if hints_only else [table_of_made_up(of_made_up)]),
             table("A circle", [of_loop]),
         ],
-        run.setting(f" --traces … --seed {seed}"),
+        run.setting(f" --traces … --seed {seed}" + " --hints-only" * hints_only),
         notes=notes,
-        claims=claims(every, of_made_up, of_loop) if with_claims else (),
+        claims=claims(every, of_made_up, of_loop, worths) if with_claims else (),
         output=output,
     )
 

@@ -172,7 +172,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 )
 
 
+def generated_kind(name: str, seed: int) -> Prompts:
+    """Return traffic of one kind."""
+    return as_prompts(KINDS[name](np.random.default_rng(seed), NUM_PROMPTS))
+
+
 def generated(seed: int) -> Iterable[tuple[str, Prompts]]:
     """Yield each kind's name and its traffic."""
-    for name, kind in KINDS.items():
-        yield name, as_prompts(kind(np.random.default_rng(seed), NUM_PROMPTS))
+    for name in KINDS:
+        yield name, generated_kind(name, seed)

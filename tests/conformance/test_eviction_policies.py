@@ -31,8 +31,10 @@ from quire.kv import (
     Score,
     ScoredPolicy,
 )
+from quire.kv.counted_hits import Bools, LastUses
 from quire.kv.eviction import Priority, Recency, Times
 from quire.kv.eviction_queue import Ids
+from quire.kv.order_trials import Order, OrderTrials
 from quire.planner.hit_rates import hit_rate_curve
 from quire.spec import FullAttention, Group
 from quire.traces import TraceRequest
@@ -332,8 +334,7 @@ def test_a_policy_is_told_what_has_ended() -> None:
 
 
 def test_what_has_ended_goes_first_but_not_what_others_use() -> None:
-    policy = EVICTION_POLICIES["choice"](policy_pool(16))
-    assert isinstance(policy, HeedsEnds)
+    policy = Recency(policy_pool(16), order=Order.ENDED_FIRST)
     let_go(policy, 1, 15)
     policy.end(ids(15))  # from now on it is known who uses what
     let_go(policy, 2, 3, 2, 1, 0)
@@ -344,6 +345,41 @@ def test_what_has_ended_goes_first_but_not_what_others_use() -> None:
     policy.end(ids(6, 5, 4, 1, 0))
     policy.free(ids(6, 5, 4, 1, 0))
     assert policy.evict(9).tolist() == [6, 5, 4, 15, 3, 2, 1, 0]
+
+
+def test_what_had_ended_is_known_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after it was evicted; and what others use besides had not."""
+    policy, said = Recency(policy_pool(16), with_trials=True), list[list[bool]]()
+    watch = OrderTrials.watch
+
+    def noting(
+        self: OrderTrials,
+        prints: list[int],
+        last_uses: LastUses,
+        num_hits: int,
+        now: int,
+        have_ended: Bools | None = None,
+    ) -> Order:
+        assert have_ended is not None or not said
+        said.append([] if have_ended is None else have_ended.tolist())
+        return watch(self, prints, last_uses, num_hits, now, have_ended)
+
+    monkeypatch.setattr(OrderTrials, "watch", noting)
+    let_go(policy, 1, 15)
+    policy.end(ids(15))  # from now on it is known who uses what
+    for now, end in ((2, 2), (3, 4)):  # they part behind 1
+        if now == 3:
+            policy.hold(ids(1, 0))
+        policy.use(ids(end + 1, end, 1, 0), now, 0)
+        policy.end(ids(end + 1, end, 1, 0))
+        policy.free(ids(end + 1, end, 1, 0))
+    policy.hold(ids(5, 4, 1, 0))
+    let_go(policy, 4, 5, 4, 1, 0)
+    assert said[1:] == [[False] * 4, [False, False, True, True], [True, True, False, False]]
+    assert len(policy.evict(16)) == 7
+    let_go(policy, 5, 3, 2, 1, 0)
+    let_go(policy, 6, 5, 4)
+    assert said[4:] == [[True, True, False, False], [False, False]]
 
 
 def test_a_policy_of_any_order_passes() -> None:

@@ -18,6 +18,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from quire.kv.counted_hits import Bools
 from quire.kv.eviction_queue import NO_IDS, EvictionQueue, Ids
 from quire.kv.order_trials import Order, OrderTrials
 from quire.kv.shadow_caches import KEEP_ONE_IN, NEVER
@@ -150,18 +151,35 @@ class Ghosts:
         self._reach = _GHOST_REACH * num_blocks
         self.one_in = 1 << max(0, (self._reach // slots).bit_length() - 1)
         self._mask = np.uint32(self.one_in - 1)  # prints with none of these bits are remembered
+        self._had_ended: Bools | None = None  # of slots, once clients say so
 
     @property
     def nbytes(self) -> int:
-        return self._slots.nbytes
+        return self._slots.nbytes + (0 if self._had_ended is None else self._had_ended.nbytes)
 
-    def remember(self, prints: Prints, times: Times) -> None:
-        """Note when blocks of these contents, which are evicted, were used last."""
+    def remember(self, prints: Prints, times: Times, have_ended: Bools | None = None) -> None:
+        """Note when blocks of these contents, which are evicted, were used last.
+
+        ``have_ended``: which of them belong to a conversation that is said to have ended.
+        """
         if self._mask:
             sampled = (prints & self._mask == 0).nonzero()[0]
             prints, times = prints[sampled], times[sampled]
+            have_ended = None if have_ended is None else have_ended[sampled]
         ticks = (times // self.tick).astype(np.uint32) & _LOW
-        self._slots[self._place(prints)] = (prints | _LEAST_TAG) & ~_LOW | ticks
+        places = self._place(prints)
+        self._slots[places] = (prints | _LEAST_TAG) & ~_LOW | ticks
+        if have_ended is not None:
+            if self._had_ended is None:
+                self._had_ended = np.zeros(len(self._slots), bool)
+            self._had_ended[places] = have_ended
+
+    def had_ended(self, prints: Prints) -> Bools:
+        """Tell which of these contents, which are known, belonged to what is said to have ended."""
+        if self._had_ended is None:
+            return np.zeros(len(prints), bool)
+        found: Bools = self._had_ended[self._place(prints)]
+        return found
 
     def recall(self, prints: Prints, now: int) -> tuple[Ids, GhostTimes]:
         """Return which of these contents are known, by place, and about when each was last used."""
@@ -257,7 +275,9 @@ class Recency:
             self._num_misses += len(fresh) > 0
             stays = self._num_misses % KEEP_ONE_IN == 0
             self._is_new[blocks] = False if stays else is_fresh
+        had_ended = None
         if self._ends is not None:
+            had_ended = self._ends.have_ended[blocks] & ~is_fresh
             self._ends.use(blocks, is_fresh)
         if self._ghosts is None:
             return
@@ -265,26 +285,32 @@ class Recency:
         if len(fresh):
             known, times = self._ghosts.recall(prints[fresh], now)
             if len(known):
-                last[fresh[known]] = times
+                known = fresh[known]
+                last[known] = times
                 # An ancestor was used whenever its descendant was, even if its ghost is forgotten.
-                last = np.maximum.accumulate(last)
+                own, last = last, np.maximum.accumulate(last)
+                if had_ended is not None:
+                    had_ended[known] = self._ghosts.had_ended(prints[known])
+                    own_places = np.where(own == last, np.arange(len(last)), 0)
+                    had_ended = had_ended[np.maximum.accumulate(own_places)]
         self._before[blocks] = last
         if self._trials is not None:
             sampled = self._trials.sampled(prints)
             num_hits = len(blocks) - len(fresh)
-            order = self._trials.watch(sampled, last, num_hits, now)
+            order = self._trials.watch(sampled, last, num_hits, now, had_ended)
             if order is not self._order:
                 self._order = order
                 self._reorder()
 
     def end(self, blocks: Ids) -> None:
-        """Note that a conversation has ended, if orders are tried: by itself each is as it is."""
-        if self._trials is None:
+        """Note that a conversation has ended, if that may count: LRU stays LRU."""
+        if self._trials is None and self._order not in self._ended_by:
             return
         if self._ends is None:
             self._ends = _Ends(self._last != NEVER)
-        ended = self._ends.end(blocks)
-        self._trials.end(self._trials.sampled(self._prints_of(ended)))
+        num_ended = self._ends.end(blocks)
+        if self._trials is not None:
+            self._trials.end(num_ended)
 
     def free(self, blocks: Ids) -> None:
         past = self._before if self._order is Order.LAST_BUT_ONE else self._last
@@ -342,7 +368,8 @@ class Recency:
     def _forget(self, blocks: Ids) -> None:
         """Keep at most a ghost of evicted blocks."""
         if self._ghosts is not None:
-            self._ghosts.remember(self._prints_of(blocks), self._last[blocks])
+            have_ended = None if self._ends is None else self._ends.have_ended[blocks]
+            self._ghosts.remember(self._prints_of(blocks), self._last[blocks], have_ended)
         self._last[blocks] = NEVER
 
     def _reorder(self) -> None:
@@ -355,13 +382,13 @@ class Recency:
 class _Ends:
     """Which blocks belong to one conversation alone, and which of these have ended."""
 
-    def __init__(self, are_cached: npt.NDArray[np.bool_]) -> None:
+    def __init__(self, are_cached: Bools) -> None:
         """``are_cached``: what is known of whom they belong to is that it is not known."""
         self._are_shared = are_cached.copy()
         self._have_below = are_cached.copy()  # whether a prompt went on behind a block
         self.have_ended = np.zeros_like(are_cached)
 
-    def use(self, blocks: Ids, are_fresh: npt.NDArray[np.bool_]) -> None:
+    def use(self, blocks: Ids, are_fresh: Bools) -> None:
         """Note a sequence's use of blocks, deepest first: of the fresh ones it is the first."""
         self.have_ended[blocks] = False
         fresh = blocks[are_fresh]
@@ -375,11 +402,11 @@ class _Ends:
                 self._are_shared[blocks[first:]] = True
         self._have_below[blocks[1:]] = True
 
-    def end(self, blocks: Ids) -> Ids:
-        """Note that the conversation has ended. Returns: those that it alone had, deepest first."""
+    def end(self, blocks: Ids) -> int:
+        """Note that the conversation has ended. Returns: how many blocks it alone had."""
         ended = blocks[~self._are_shared[blocks]]
         self.have_ended[ended] = True
-        return ended
+        return len(ended)
 
 
 def lru(pool: PolicyPool) -> EvictionPolicy:

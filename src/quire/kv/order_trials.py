@@ -1,26 +1,31 @@
 """Which order a pool's blocks are evicted in: LRU, and others on trial that may cost it little.
 
-Shadow caches (``shadow_caches``) say which order promises more than LRU. They are a sample, and may
-be wrong for good. So an order that promises more is tried, and what it finds is compared with what
-LRU would have found: that needs no sample, because the last uses of the blocks tell it
-(``LruHits``). Each order has an account in blocks. A share of what LRU finds is paid in, and what
-the trial finds more; what it finds less is paid out. An order that owes more than a stake loses its
-seat to LRU, until its share has paid the debt.
+An order is tried if it promises more than LRU, and what it finds is compared with what LRU would
+have found: the last uses of the blocks tell it (``counted_hits``). Each order has an account in
+blocks. A share of what LRU finds is paid in, and what the trial finds more; what it finds less is
+paid out. An order that owes more than a stake loses its seat to LRU, until the debt is paid.
 
 So what all trials lose against LRU is bounded by the stakes, the shares, the last prompt of each
 trial, and what is lost on the way back to LRU's own blocks, which is paid out too.
+
+Shadow caches (``shadow_caches``) promise for orders that look at past uses alone. They are a
+sample, and may be wrong for good. The two orders that heed clients are counted like LRU, so they
+earn their stake before a trial: the better one begins once it would have found more by as much as
+the trial may owe, and what it would have found besides pays for lost trials. Before that, clients
+are believed while what they say comes true.
 """
 
 import math
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.kv.counted_hits import Bools, EndedHits, LastUses, LruHits, runs_of
 from quire.kv.policy_duel import HALF_LIFE, sample_of
-from quire.kv.shadow_caches import ByLast, ByLastButOne, EndedFirst, NewcomersFirst, ShadowCache
+from quire.kv.shadow_caches import NEVER, ByLast, ByLastButOne, NewcomersFirst, ShadowCache
 
 # What an account can owe while its order has the seat: so many of the prompts that are used lately,
 # which are found whole or not at all, and at least so much of the pool's blocks. An order that lost
@@ -31,8 +36,6 @@ _PROMPTS, _MOST_PROMPTS, _STAKE = 4, 16, 1 / 128
 _SHARE, _SHARE_OF_HINTED = 1 / 128, 1 / 256
 _MOST = 1 / 4  # of the pool's blocks: what an account can hold
 _LATELY = 1 / 64  # the weight of the last prompt in the mean of their lengths
-
-LastUses: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 class Order(IntEnum):
@@ -48,9 +51,7 @@ class Order(IntEnum):
 
 
 # By which factor an order must promise more than the one that has the seat, and how many hits of a
-# shadow besides. Where prompts come round and round, LRU finds next to nothing. What clients say is
-# worth one trial against LRU without any promise: where most of it is wrong, the second would lose
-# what the share pays, for good.
+# shadow besides. Where prompts come round and round, LRU finds next to nothing.
 _MARGINS: Final = MappingProxyType(
     {
         Order.LAST_BUT_ONE: 1.02,
@@ -60,6 +61,9 @@ _MARGINS: Final = MappingProxyType(
     }
 )
 _HEAD_START, _LEAD = 24.0, 8.0  # … of an order on trial, and of LRU to have the seat again
+# How many times as often the rest must be used again as what clients say has ended. Then they are
+# believed at once: where a pool is large, it is full long before a count shows what that brings.
+_ODDS: Final = MappingProxyType({Order.ENDED_FIRST: 8.0, Order.ENDED_EARLIER: 2.0})
 
 
 class OrderTrials:
@@ -71,17 +75,19 @@ class OrderTrials:
     def __init__(self, num_blocks: int, *, tick: int, gap: int) -> None:
         one_in, self._size = sample_of(num_blocks)
         self._mask = one_in - 1  # fingerprints with none of these bits are the sample
-        by_last = ByLast(self._size)
-        self._by_last = by_last
-        # By order. Those of ended conversations are there from the first that is said to end.
-        self._shadows: list[ShadowCache] = [
-            by_last,
+        self._one_in = one_in
+        self._shadows: list[ShadowCache] = [  # by order
+            ByLast(self._size),
             ByLastButOne(self._size),
             NewcomersFirst(self._size),
         ]
-        self._of_ended: tuple[EndedFirst, ...] = ()
         self._won = [0.0] * len(self._shadows)  # by each, lately
         self.lru = LruHits(num_blocks, tick)
+        # From the first conversation that is said to end.
+        self._of_ended: dict[Order, EndedHits] = {}
+        self._ahead: dict[Order, float] = {}  # blocks that each finds more than LRU, lately
+        self._outcomes = _Outcomes()
+        self._now = 0
         self._gap = gap
         self._num_blocks = num_blocks
         self._mean_length = 0.0  # of the prompts, in blocks
@@ -98,13 +104,21 @@ class OrderTrials:
         listed: list[int] = found[::-1].tolist()
         return listed
 
-    def watch(self, prints: list[int], last_uses: LastUses, num_hits: int, now: int) -> Order:
+    def watch(
+        self,
+        prints: list[int],
+        last_uses: LastUses,
+        num_hits: int,
+        now: int,
+        have_ended: Bools | None = None,
+    ) -> Order:
         """Note that a sequence has used blocks. Returns: the order that has the seat from now on.
 
         ``prints``: the sampled fingerprints, shallowest first. ``last_uses``: of all the blocks
         before this one, deepest first, rising; ``num_hits`` of them were found in the pool.
+        ``have_ended``: which of them belonged to a conversation that was said to have ended.
         """
-        found = self.lru.use(last_uses, now)
+        found = self._count(last_uses, have_ended, now)
         if num_hits < found < len(last_uses):  # the deepest that LRU had may not be remembered
             found = min(found + self._gap, len(last_uses))
         self._mean_length += (len(last_uses) - self._mean_length) * _LATELY
@@ -125,100 +139,121 @@ class OrderTrials:
                 self._back_at = now + self._num_blocks
             else:
                 self._tried = seat
+                if (debt := -accounts[seat]) > 0:  # only what was counted pays for a lost trial
+                    self._ahead[seat] -= debt
+                    accounts[seat] = 0
             self.seat = seat
         return seat
 
-    def end(self, prints: list[int]) -> None:
-        """Note that sampled fingerprints, used just now, have ended; shallowest first."""
+    def end(self, num_blocks: int) -> None:
+        """Note that so many of the blocks that were used just now have ended."""
         if not self._of_ended:
-            self._of_ended = (
-                EndedFirst(self._size, 1.0, self._by_last),
-                EndedFirst(self._size, math.inf, self._by_last),
-            )
-            self._shadows += self._of_ended
-            self._won += [self._won[Order.LAST]] * len(self._of_ended)
-        for shadow in self._of_ended:
-            shadow.end(prints)
+            for order, earlier in ((Order.ENDED_EARLIER, 1.0), (Order.ENDED_FIRST, math.inf)):
+                self._of_ended[order] = EndedHits(self.lru, earlier)
+                self._ahead[order] = 0.0
+        self._outcomes.end(num_blocks)
+        for hits in self._of_ended.values():
+            hits.end(num_blocks, self._now)
 
     def rewind(self, ticks: int) -> None:
         """Set the clock back."""
-        self.lru.rewind(ticks)
+        for hits in (self.lru, *self._of_ended.values()):
+            hits.rewind(ticks)
+        self._now -= ticks
         self._back_at -= ticks
 
-    def _best(self) -> Order:
-        won, accounts, seat = self._won, self._accounts, self.seat
-        if seat is not Order.LAST:
-            stake = max(self._num_blocks * _STAKE, self._mean_length * self._prompts[seat])
-            if accounts[seat] < -stake:
-                self._prompts[seat] = min(2 * self._prompts[seat], _MOST_PROMPTS)
-                self._have_lost.add(seat)
-                accounts[seat] = -stake  # what one long prompt took besides is not owed for ever
-                seat = Order.LAST
-            elif won[Order.LAST] > won[seat] + _LEAD:
-                seat = Order.LAST
-        for order, margin in _MARGINS.items():
-            if order is seat or order >= len(won) or accounts[order] < 0:
-                continue
-            wanted = margin * won[seat] + _HEAD_START
-            is_told = order >= Order.ENDED_EARLIER and order not in self._have_lost
-            if is_told and seat is Order.LAST:
-                wanted = won[seat]
-            if won[order] >= wanted:
-                seat = order
-        return seat
-
-
-class LruHits:
-    """Count what a pool of ``num_blocks`` would find if it evicted the least recently used.
-
-    Such a pool holds the blocks that were used last, as many as it has room for. So it is enough to
-    know when a block was used before, and how many blocks were used last at which time.
-    """
-
-    def __init__(self, num_blocks: int, tick: int = 1) -> None:
-        self._num_blocks, self._tick = num_blocks, tick
-        self._num_last_used: dict[int, int] = {}  # blocks that it holds, by tick, in order
-        self._num_held = 0
-
-    def use(self, last_uses: LastUses, now: int) -> int:
-        """Use a sequence's blocks, whose last uses before this one rise from the deepest on.
-
-        ``last_uses``: ``NEVER`` where none is known. Returns: how many blocks it finds.
-        """
-        held, tick, found = self._num_last_used, self._tick, 0
-        uses: list[int] = last_uses.tolist()
-        length = len(uses)
-        begin = 0
-        while begin < length:
-            when, end = uses[begin], begin + 1
-            if when == uses[-1]:
-                end = length
-            else:
-                while uses[end] == when:
-                    end += 1
-            num_there = held.get(when // tick, 0)
-            if num_there:
-                # Of those that one sequence used last together, the deepest have gone first.
-                count = min(end - begin, num_there)
-                held[when // tick] = num_there - count
-                found += count
-            begin = end
-        held[now // tick] = held.get(now // tick, 0) + length
-        self._num_held += length - found
-        while (excess := self._num_held - self._num_blocks) > 0:
-            oldest = next(iter(held))
-            gone = min(excess, held[oldest])
-            self._num_held -= gone
-            if gone == held[oldest]:
-                del held[oldest]
-            else:
-                held[oldest] -= gone
+    def _count(self, last_uses: LastUses, have_ended: Bools | None, now: int) -> int:
+        """Count what LRU would have found, and how far those that heed clients are ahead of it."""
+        self._now = now
+        runs = runs_of(last_uses, have_ended, self.lru.tick)
+        found = self.lru.use(runs, now)
+        if self._of_ended:
+            decay = 0.5 ** (len(last_uses) / (HALF_LIFE * self._num_blocks))
+            self._outcomes.use(
+                len(last_uses),
+                again=int(np.count_nonzero(last_uses != NEVER)),
+                had_ended=sum(count for _, has_ended, count in runs if has_ended),
+                decay=decay,
+            )
+            for order, ended in self._of_ended.items():
+                self._ahead[order] = self._ahead[order] * decay + ended.use(runs, now) - found
         return found
 
-    def rewind(self, ticks: int) -> None:
-        """Set the clock back by ``ticks``, a multiple of the tick; older times become 0."""
-        rewound: dict[int, int] = {}
-        for tick, count in self._num_last_used.items():
-            at = max(0, tick - ticks // self._tick)
-            rewound[at] = rewound.get(at, 0) + count
-        self._num_last_used = rewound
+    def _best(self) -> Order:
+        won, seat = dict(zip(Order, self._won, strict=False)), self.seat
+        for order, ahead in self._ahead.items():  # on the scale of the sample
+            won[order] = won[Order.LAST] + ahead / self._one_in
+        believed = self._outcomes.believed(self._mean_length)
+        if seat is not Order.LAST and self._has_lost(seat, won, is_believed=believed is not None):
+            seat = Order.LAST
+        better = max(reversed(self._ahead), key=self._ahead.__getitem__, default=None)
+        for order, margin in _MARGINS.items():
+            if order is seat or order not in won:
+                continue
+            wanted, paid = margin * won[seat] + _HEAD_START, self._accounts[order]
+            if order in self._ahead:
+                if order is not better:
+                    continue
+                paid += max(0.0, self._ahead[order] - self._lead(order))
+                if seat is Order.LAST or seat in self._ahead:
+                    wanted = won[seat] + self._lead(order) / self._one_in
+            if paid >= 0 and won[order] >= wanted:
+                seat = order
+        if (
+            seat is Order.LAST
+            and believed is not None
+            and believed not in self._have_lost
+            and self._accounts[believed] >= 0
+            and self._ahead[believed] >= 0
+        ):
+            seat = believed
+        return seat
+
+    def _has_lost(self, seat: Order, won: dict[Order, float], *, is_believed: bool) -> bool:
+        """Tell whether the order on trial goes, and settle its account if it owes too much."""
+        stake = max(self._num_blocks * _STAKE, self._lead(seat))
+        if self._accounts[seat] < -stake:
+            self._prompts[seat] = min(2 * self._prompts[seat], _MOST_PROMPTS)
+            self._have_lost.add(seat)
+            # What one long prompt took besides is not owed for ever.
+            self._accounts[seat] = -stake
+            return True
+        if seat not in self._ahead:
+            return won[Order.LAST] > won[seat] + _LEAD
+        if is_believed:
+            return self._ahead[seat] < -self._lead(seat)
+        return self._ahead[seat] <= 0
+
+    def _lead(self, order: Order) -> float:
+        """Return how many blocks as many prompts have as the order may owe."""
+        return self._mean_length * self._prompts[order]
+
+
+class _Outcomes:
+    """How often what is said to have ended was used again, and how often the rest, in blocks."""
+
+    def __init__(self) -> None:
+        self._ended = self._ended_again = self._rest = self._rest_again = 0.0
+
+    def use(self, count: int, *, again: int, had_ended: int, decay: float) -> None:
+        """Note that blocks are used, so many of them again, and so many although they had ended."""
+        self._ended *= decay
+        self._ended_again = self._ended_again * decay + had_ended
+        self._rest = self._rest * decay + count
+        self._rest_again = self._rest_again * decay + again - had_ended
+
+    def end(self, count: int) -> None:
+        """Note that of the blocks used just now so many have ended."""
+        self._ended += count
+        self._rest -= count
+
+    def believed(self, one_more: float) -> Order | None:
+        """Return the order that clients have earned, were so many blocks of ended used again."""
+        if self._ended <= 0 or self._rest <= 0:
+            return None
+        of_rest = self._rest_again / self._rest
+        of_ended = (self._ended_again + one_more) / self._ended
+        for order, odds in _ODDS.items():
+            if of_rest >= odds * of_ended:
+                return order
+        return None

@@ -41,10 +41,6 @@ class ByLast:
             del cached[next(iter(cached))]
         return hits
 
-    def in_order(self) -> list[int]:
-        """List what is cached, the least recently used first."""
-        return list(self._cached)
-
 
 class ByLastButOne:
     """A cache of fingerprints that evicts by the use before the last, and remembers the evicted."""
@@ -133,49 +129,6 @@ class NewcomersFirst:
         else:
             hit.update(dict.fromkeys(fresh))
         return hits
-
-
-class EndedFirst:
-    """A cache of fingerprints that evicts by the last use, and earlier what has ended.
-
-    ``penalty``: by how many shadow sizes of use earlier; infinity for before all others.
-    """
-
-    def __init__(self, size: int, penalty: float, like: ByLast) -> None:
-        self._size, self._penalty = size, penalty * size
-        self._clock = size
-        # When each was used last, in order: what goes on, and what has ended.
-        self._live = dict.fromkeys(like.in_order(), 0)
-        self._ended: dict[int, int] = {}
-
-    def request(self, prints: list[int]) -> int:
-        """Use these, shallowest first, and cache them all. Return how many hit."""
-        live, ended = self._live, self._ended
-        hits = len(prints)
-        for at in range(len(prints) - 1, -1, -1):
-            each = prints[at]
-            if live.pop(each, NEVER) == NEVER and ended.pop(each, NEVER) == NEVER:
-                hits = at
-        self._clock += max(1, len(prints) - hits)
-        for _ in range(len(live) + len(ended) + len(prints) - self._size):
-            self._evict()
-        live.update(dict.fromkeys(reversed(prints), self._clock))
-        return hits
-
-    def end(self, prints: list[int]) -> None:
-        """Note that these, which were used just now, have ended; shallowest first."""
-        for each in reversed(prints):
-            if each in self._live:
-                self._ended[each] = self._live.pop(each)
-
-    def _evict(self) -> None:
-        live, ended = self._live, self._ended
-        queue = live
-        if ended:
-            first = next(iter(ended))
-            if not live or ended[first] - self._penalty <= live[next(iter(live))]:
-                queue = ended
-        del queue[next(iter(queue))]
 
 
 def _num_first(prints: list[int], cached: dict[int, None] | dict[int, int]) -> int:
