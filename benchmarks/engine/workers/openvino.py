@@ -1,9 +1,11 @@
 """OpenVINO GenAI's continuous batching, as a worker of the engine benchmark.
 
 The pool grows as it is needed (``cache_size`` 0). Its own default would keep keys and values in
-eight bits: here they are of sixteen, as the other engines'.
+eight bits: here they are of sixteen, as the other engines'. Where weights are of eight or four bits
+it computes as it chooses itself.
 """
 
+import sys
 from collections.abc import Generator
 from typing import Any
 
@@ -15,11 +17,11 @@ from benchmarks.engine.worker import NUM_SEQUENCES, NUM_THREADS, Arrival, serve
 from benchmarks.engine.workloads import Asked
 
 BATCH_TOKENS = 512
-PROPERTIES = {
+PROPERTIES: dict[str, Any] = {
     "INFERENCE_NUM_THREADS": NUM_THREADS,
-    "INFERENCE_PRECISION_HINT": "bf16",
     "KV_CACHE_PRECISION": "bf16",
 }
+IN_16_BITS = {"INFERENCE_PRECISION_HINT": "bf16"}
 
 
 class OpenVino:
@@ -31,11 +33,15 @@ class OpenVino:
         scheduler.enable_prefix_caching = False
         scheduler.dynamic_split_fuse = True
 
-        self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", PROPERTIES)
+        weights = sys.argv[2]
+        properties = PROPERTIES | (IN_16_BITS if weights == "bf16" else {})
+        self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         self._next_id = 0
         self.about = {
             "version": genai.__version__,
-            "precision": "f16 file / bf16 / bf16",
+            "precision": "f16 file / bf16 / bf16"
+            if weights == "bf16"
+            else f"{weights} / its own choice / bf16",
             "settings": f"ContinuousBatchingPipeline, split-fuse, {BATCH_TOKENS} tokens a step, "
             "growing pool, prefix caching off",
         }
