@@ -17,11 +17,6 @@ from benchmarks.engine.worker import NUM_SEQUENCES, NUM_THREADS, Arrival, serve
 from benchmarks.engine.workloads import Asked
 
 BATCH_TOKENS = 512
-PROPERTIES: dict[str, Any] = {
-    "INFERENCE_NUM_THREADS": NUM_THREADS,
-    "KV_CACHE_PRECISION": "bf16",
-}
-IN_16_BITS = {"INFERENCE_PRECISION_HINT": "bf16"}
 
 
 class OpenVino:
@@ -34,14 +29,22 @@ class OpenVino:
         scheduler.dynamic_split_fuse = True
 
         weights = sys.argv[2]
-        properties = PROPERTIES | (IN_16_BITS if weights == "bf16" else {})
+        # Where a processor lacks bfloat16 it computes in float32, and refuses such keys and values.
+        known = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        computes, keeps = ("bf16", "bf16") if known else ("f32", "f16")
+        properties: dict[str, Any] = {
+            "INFERENCE_NUM_THREADS": NUM_THREADS,
+            "KV_CACHE_PRECISION": keeps,
+        }
+        if weights == "bf16":
+            properties["INFERENCE_PRECISION_HINT"] = computes
         self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         self._next_id = 0
         self.about = {
             "version": genai.__version__,
-            "precision": "f16 file / bf16 / bf16"
+            "precision": f"f16 file / {computes} / {keeps}"
             if weights == "bf16"
-            else f"{weights} / its own choice / bf16",
+            else f"{weights} / its own choice / {keeps}",
             "settings": f"ContinuousBatchingPipeline, split-fuse, {BATCH_TOKENS} tokens a step, "
             "growing pool, prefix caching off",
         }
