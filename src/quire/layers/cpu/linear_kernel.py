@@ -320,7 +320,9 @@ def _write_sums(code: Code, totals: list[Value], rows: int, target: Int) -> None
         width //= 2
         if len(totals) == 1:
             totals = totals * 2
-        totals = [_add_halves(code, *totals[n : n + 2], width) for n in range(0, len(totals), 2)]
+        totals = [
+            _add_halves(code, a, b, width) for a, b in zip(totals[::2], totals[1::2], strict=True)
+        ]
     for o in range(OUTPUTS):
         some = code.shuffle(totals[0], totals[0], [o * rows + r for r in range(rows)])
         code.write(some, target + o * LINE_BYTES)
