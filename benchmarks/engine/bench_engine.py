@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.engine.model import make
-from benchmarks.engine.peers import PEERS, set_up
+from benchmarks.engine.peers import PEERS, WEIGHTS, set_up
 from benchmarks.engine.report import claims, notes, tables
 from benchmarks.engine.rounds import Rounds
 from benchmarks.engine.samples import OURS, Samples
@@ -52,6 +52,9 @@ def main(  # noqa: PLR0913 - each is a flag
         PEERS
     ),
     workloads: Annotated[str, typer.Option(help="Some of these.")] = ",".join(WORKLOADS),
+    weights: Annotated[
+        str, typer.Option(help=f"Of all engines: {', '.join(WEIGHTS)}; not all peers run all.")
+    ] = WEIGHTS[0],
     resume: Annotated[
         Path | None, typer.Option(help="File of samples; those that it has are not taken again.")
     ] = None,
@@ -68,8 +71,9 @@ def main(  # noqa: PLR0913 - each is a flag
     say = run.say
 
     model = make(home.resolve() / "model")
+    _names(weights, WEIGHTS, "--weights")
     wanted = _names(peers, PEERS, "--peers")
-    ready, refused = set_up(wanted, home.resolve(), model, say)
+    ready, refused = set_up(wanted, home.resolve(), model, weights, say)
     if only_set_up:
         say(f"Ready: {', '.join(peer.name for peer in ready) or 'none'}")
         return
@@ -79,7 +83,14 @@ def main(  # noqa: PLR0913 - each is a flag
     logs = Path(tempfile.mkdtemp(prefix="engine-logs-"))
     say(f"What the engines write goes to {logs}")
     run.begun_s = time.monotonic()  # what was set up is not counted
-    Rounds(samples=samples, model=model, home=home.resolve(), logs=logs, say=say).run(
+    Rounds(
+        samples=samples,
+        model=model,
+        home=home.resolve(),
+        weights=weights,
+        logs=logs,
+        say=say,
+    ).run(
         ready,
         _names(workloads, WORKLOADS, "--workloads"),
         num_rounds=num_rounds,
@@ -92,11 +103,12 @@ def main(  # noqa: PLR0913 - each is a flag
     flags = " --idle" * with_idle + " --profile" * with_profile
     flags += f" --rounds {num_rounds}" * (num_rounds != ROUNDS)
     flags += f" --peers {peers}" * (wanted != list(PEERS))
+    flags += f" --weights {weights}" * (weights != WEIGHTS[0])
     run.end(
         tables(samples),
         run.setting(flags, also=[f"seed {SEED}"]),
         notes=notes(samples),
-        claims=claims(samples) if with_claims else (),
+        claims=claims(samples, weights) if with_claims else (),
         output=output,
     )
 

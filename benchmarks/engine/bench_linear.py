@@ -1,6 +1,6 @@
-"""Linear layers of few rows: weights read against STREAM, and side by side with torch.
+"""Linear layers: weights read against STREAM, and side by side with torch.
 
-    python -m benchmarks.engine.bench_linear [--claims] [--quick] [--output FILE]
+    python -m benchmarks.engine.bench_linear [--claims] [--quick] [--dtypes LIST] [--output FILE]
 
 Every call reads other weights than the one before, as many as no cache holds, as a step does that
 goes through a model's layers. Candidates take turns (harness/quiet.py); "ours, again" is the same
@@ -28,7 +28,7 @@ from quire.units import format_bytes
 
 # Of the 0.45 B model: hidden 1,024, 16 query and 8 key-value heads of 128, ffn 3,072.
 HIDDEN, FFN, QKV, VOCABULARY = 1024, 3072, (2048, 1024, 1024), 8192
-ROWS, QUICK_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192), (1, 32)
+ROWS, QUICK_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 512, 2048), (1, 32)
 MANY_ROWS = (512, 2048)
 DTYPES = ("bfloat16", "float16", "float32")
 ROUNDS, QUICK_ROUNDS = 7, 3
@@ -129,9 +129,10 @@ def few_rows(
     stream = {STREAM: read.calls()[STREAM]}
     forced = CpuLinear(kernel_dir=kernel_dir(), most_rows=max(rows))
     usual = CpuLinear(kernel_dir=kernel_dir())
+    most_rows = usual.bind([torch.zeros(FFN, HIDDEN, dtype=dtype)]).most_rows
+    linears = usual if most_rows >= max(rows) else forced
     for layer in LAYERS if dtype == torch.bfloat16 else LAYERS[:1]:
-        weights = Weights(layer, dtype, forced, read.nbytes)
-        most_rows = usual.bind(weights.copies[0]).most_rows
+        weights = Weights(layer, dtype, linears, read.nbytes)
         for num_rows in rows:
             say(f"{layer.name}, {dtype}, {num_rows} rows")
             calls = weights.calls(num_rows) | stream
@@ -191,7 +192,7 @@ def table(cases: Sequence[Case]) -> Table:
             [
                 case.layer.name,
                 str(case.dtype).removeprefix("torch."),
-                str(case.num_rows),
+                f"{case.num_rows:,}",
                 f"{case.bandwidth(OURS) / 1e9:.1f}",
                 f"{100 * case.share_of_stream:.0f} %",
                 f"{case.bandwidth(TORCH) / 1e9:.1f}",
@@ -202,7 +203,7 @@ def table(cases: Sequence[Case]) -> Table:
                 "yes" if case.num_rows <= case.most_rows else "no",
             ]
         )
-    return Table(title="Few rows", columns=columns, rows=rows)
+    return Table(title="Beside torch", columns=columns, rows=rows)
 
 
 def claims(cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -250,11 +251,12 @@ def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="Three rounds of 1 and 32 rows, bfloat16 only.")
     ] = False,
+    dtypes: Annotated[str, typer.Option(help="Some of these.")] = ",".join(DTYPES),
     with_claims: WithClaims = False,
     output: Output = None,
     seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
 ) -> None:
-    """How fast linear layers of few rows read their weights: ours, torch's, and STREAM."""
+    """How fast linear layers read their weights and multiply: ours, torch's, and STREAM."""
     run = Run("engine.bench_linear", width=170)
     torch.manual_seed(seed)
     num_rounds = QUICK_ROUNDS if quick else ROUNDS
@@ -263,12 +265,14 @@ def main(
     with torch.inference_mode():
         read = Stream(nbytes)
         cases = []
-        for name in DTYPES[:1] if quick else DTYPES:
+        for name in DTYPES[:1] if quick else dtypes.split(","):
             rows = QUICK_ROWS if quick else ROWS
             cases += few_rows(getattr(torch, name), rows, num_rounds, read, run.say)
-        shown = [table(cases)] if quick else [table(cases), many_rows(num_rounds)]
+        shown = [table(cases)]
+        if not quick and dtypes == ",".join(DTYPES):
+            shown.append(many_rows(num_rounds))
     best_s = min(case.timings[STREAM].best_s for case in cases)
-    flags = " --quick" * quick
+    flags = " --quick" * quick + f" --dtypes {dtypes}" * (dtypes != ",".join(DTYPES))
     notes = [
         f"STREAM is torch.sum over {format_bytes(read.nbytes)}, in turn with the others; "
         f"its best was {read.nbytes / best_s / 1e9:.1f} GB/s.",

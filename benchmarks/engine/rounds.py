@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.engine.peers import Peer, Say
+from benchmarks.engine.peers import WEIGHTS, Peer, Say
 from benchmarks.engine.process import Worker, WorkerFailed
 from benchmarks.engine.samples import AGAIN, FIGURES, OURS, Samples
 
@@ -20,7 +20,7 @@ CUT_S, CUT_ONCE_S = 240, 90
 SPARE_S = 60  # a worker looks at the time only when a token comes
 FAR_BEHIND = 0.6  # × the best peer: below that, one round says enough
 
-QUIRE = Peer(name=OURS, worker="quire")
+QUIRE = Peer(name=OURS, worker="quire", arguments=("{model}", "{weights}"), weights=WEIGHTS)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,6 +28,7 @@ class Rounds:
     samples: Samples
     model: Path
     home: Path
+    weights: str
     logs: Path
     say: Say
     _workers: dict[str, Worker] = field(default_factory=dict)
@@ -111,7 +112,7 @@ class Rounds:
         if peer.name not in self._workers:
             self.say(f"Loading {peer.name}")
             worker = Worker(
-                peer.command(self.home, self.model),
+                peer.command(self.home, self.model, self.weights),
                 peer.variables(self.home),
                 self.logs / f"{peer.name}.log",
                 limit_s=START_S,

@@ -20,6 +20,8 @@ from layers.products import (
     twin,
     whole,
 )
+from quire.kernels.language import LANES
+from quire.layers.cpu.linear_frame import KEPT_ROWS, KEPT_STEPS
 
 every_set = pytest.mark.parametrize("which", SETS, ids=name_of)
 Use = Callable[[int], None]
@@ -158,6 +160,19 @@ def test_a_row_is_the_same_alone_and_in_any_batch(which: Which, use_threads: Use
             part = [*products[0](x[rows]), products[1](x[rows])]
             for got, want in zip(part, whole_batch, strict=True):
                 assert torch.equal(got, want[rows])
+
+
+@every_set
+def test_a_row_of_many_inputs_is_the_same_alone_and_among_many(which: Which) -> None:
+    """Many rows share weights that became floats, some steps of them at a time."""
+    isa, dtype, _ = which
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(KEPT_ROWS + 5, 2 * LANES * KEPT_STEPS + 37, generator=generator).to(dtype)
+    weight = torch.randn(40, x.shape[1], generator=generator).to(dtype)
+    product = linears(isa).bind([weight])
+    alone = torch.cat([product(row[None])[0] for row in x])
+    for rows in (KEPT_ROWS - 1, KEPT_ROWS, KEPT_ROWS + 1, KEPT_ROWS + 5):
+        assert torch.equal(product(x[:rows])[0], alone[:rows])
 
 
 @every_set

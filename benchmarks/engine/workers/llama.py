@@ -1,6 +1,6 @@
 """llama.cpp's server, as a worker of the engine benchmark, and a model as it reads one.
 
-    python -m benchmarks.engine.workers.llama MODEL.gguf LLAMA-SERVER
+    python -m benchmarks.engine.workers.llama MODEL.gguf LLAMA-SERVER bf16|int8|int4
     python -m benchmarks.engine.workers.llama --convert LLAMA.CPP-SOURCE MODEL OUTPUT.gguf
 
 The server takes its KV memory at the start, as many equal parts as sequences may run. So each kind
@@ -24,6 +24,12 @@ from benchmarks.harness.server import free_port
 
 SLOT_TOKENS = 1280  # of one sequence where many run
 START_S = 60
+# Weights / compute / KV. Activations become bytes where weights are codes.
+_PRECISIONS = {
+    "bf16": "bf16 / bf16 and f32 / f16",
+    "int8": "Q8_0 / int8 and f32 / f16",
+    "int4": "Q4_0 / int8 and f32 / f16",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +51,7 @@ class Llama:
         done = subprocess.run([self._program, "--version"], capture_output=True, text=True)
         self.about = {
             "version": " ".join(done.stderr.split()[:2]),
-            "precision": "bf16 / bf16 and f32 / f16",
+            "precision": _PRECISIONS[sys.argv[3]],
             "settings": f"llama-server, built for this processor, {NUM_SEQUENCES} slots of "
             f"{SLOT_TOKENS} tokens for mixed work and one for single streams, no prompt cache",
         }

@@ -1,9 +1,11 @@
 """OpenVINO GenAI's continuous batching, as a worker of the engine benchmark.
 
 The pool grows as it is needed (``cache_size`` 0). Its own default would keep keys and values in
-eight bits: here they are of sixteen, as the other engines'.
+eight bits: here they are of sixteen, as the other engines'. Where weights are of eight or four bits
+it computes as it chooses itself.
 """
 
+import sys
 from collections.abc import Generator
 from typing import Any
 
@@ -15,11 +17,6 @@ from benchmarks.engine.worker import NUM_SEQUENCES, NUM_THREADS, Arrival, serve
 from benchmarks.engine.workloads import Asked
 
 BATCH_TOKENS = 512
-PROPERTIES = {
-    "INFERENCE_NUM_THREADS": NUM_THREADS,
-    "INFERENCE_PRECISION_HINT": "bf16",
-    "KV_CACHE_PRECISION": "bf16",
-}
 
 
 class OpenVino:
@@ -31,11 +28,23 @@ class OpenVino:
         scheduler.enable_prefix_caching = False
         scheduler.dynamic_split_fuse = True
 
-        self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", PROPERTIES)
+        weights = sys.argv[2]
+        # Where a processor lacks bfloat16 it computes in float32, and refuses such keys and values.
+        known = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        computes, keeps = ("bf16", "bf16") if known else ("f32", "f16")
+        properties: dict[str, Any] = {
+            "INFERENCE_NUM_THREADS": NUM_THREADS,
+            "KV_CACHE_PRECISION": keeps,
+        }
+        if weights == "bf16":
+            properties["INFERENCE_PRECISION_HINT"] = computes
+        self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         self._next_id = 0
         self.about = {
             "version": genai.__version__,
-            "precision": "f16 file / bf16 / bf16",
+            "precision": f"f16 file / {computes} / {keeps}"
+            if weights == "bf16"
+            else f"{weights} / its own choice / {keeps}",
             "settings": f"ContinuousBatchingPipeline, split-fuse, {BATCH_TOKENS} tokens a step, "
             "growing pool, prefix caching off",
         }

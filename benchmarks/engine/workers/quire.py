@@ -1,5 +1,6 @@
 """Quire, through its public interface, as a worker of the engine benchmark."""
 
+import sys
 from collections.abc import Generator
 
 import torch
@@ -14,8 +15,10 @@ BATCH_TOKENS = 2048
 class Quire:
     def __init__(self, model: str) -> None:
         torch.set_num_threads(NUM_THREADS)
+        weights = sys.argv[2]
         self.llm = LLM(
             model,
+            quantization=None if weights == "bf16" else weights,
             max_num_seqs=NUM_SEQUENCES,
             max_num_batched_tokens=BATCH_TOKENS,
             kv_cache_memory_bytes=POOL_TOKENS * TOKEN_BYTES,
@@ -24,7 +27,7 @@ class Quire:
         )
         self.about = {
             "version": __version__,
-            "precision": "bf16 / bf16 / bf16",
+            "precision": f"{weights} / bf16 / bf16",
             "settings": f"paged, prefix caching off, {BATCH_TOKENS} tokens a step, attention by "
             f"{self.llm.attention_backend}",
         }

@@ -26,6 +26,11 @@ ITEM = ("matrix", "start", "stop")  # some outputs of a matrix
 Numbers = npt.NDArray[np.int64]
 WORD_BYTES = 8
 BLOCK = 2 * LANES  # outputs that are computed together: their weights are one piece of memory
+OUTPUTS = 4  # of a block, that share a load of inputs where there are no tiles
+KEPT_STEPS = 64  # of their weights, that are floats for many rows
+KEPT_BYTES = OUTPUTS * KEPT_STEPS * LINE_BYTES
+KEPT_ROWS = 12  # at least, for which it is worth it
+PARTS_BYTES = OUTPUTS * LINE_BYTES  # of a row's sums, while steps are left
 _ITEM_BYTES = 2**16  # of weights, at most: threads end at about the same time
 _ITEMS_A_THREAD = 4  # at least, if there are so many blocks
 _LEAST_AT_ONCE, _MOST_AT_ONCE = 2 * LANES, 8 * LANES  # rows of many
@@ -46,6 +51,10 @@ class ProductShape:
     def pairs(self, isa: Isa) -> bool:
         """Tell whether inputs are bfloat16 pairs; else they become float32."""
         return self.tiles or (isa.bf16_dot and self.kind == "bf16")
+
+    def keeps(self, isa: Isa) -> bool:
+        """Tell whether weights become floats first, which many rows can share."""
+        return self.kind != "f32" and not self.pairs(isa)
 
     def step(self, isa: Isa) -> int:
         """Count the inputs that are multiplied at once, by one instruction a row."""
@@ -76,10 +85,11 @@ class ProductShape:
         return max(_LEAST_AT_ONCE, min(_MOST_AT_ONCE, _INPUT_BYTES // row_bytes // LANES * LANES))
 
     def scratch_bytes(self, isa: Isa, num_rows: int, num_inputs: int) -> int:
-        """Count the bytes of a thread: a tile, the sums of two blocks, and all inputs."""
+        """Count the bytes of a thread: a tile, the sums of two blocks, all inputs, what is kept."""
         panels = ceil_div(num_rows, LANES)
         inputs = panels * LANES * ceil_div(num_inputs, self.step(isa)) * LINE_BYTES
-        return align_up(ROOM_BYTES + PANEL_BYTES * 2 * panels + inputs, _PAGE_BYTES)
+        kept = KEPT_BYTES + panels * LANES * PARTS_BYTES if self.keeps(isa) else 0
+        return align_up(ROOM_BYTES + PANEL_BYTES * 2 * panels + inputs + kept, _PAGE_BYTES)
 
     @property
     def element_bytes(self) -> int:

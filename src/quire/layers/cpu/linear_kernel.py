@@ -30,8 +30,13 @@ from quire.layers.cpu.linear_frame import (
     BLOCK,
     FRAME,
     ITEM,
+    KEPT_BYTES,
+    KEPT_ROWS,
+    KEPT_STEPS,
     MATRIX,
+    OUTPUTS,
     PANEL_BYTES,
+    PARTS_BYTES,
     ROOM_BYTES,
     WORD_BYTES,
     ProductShape,
@@ -59,11 +64,9 @@ def copy_rest(code: Code, element_bytes: int, source: Int, count: Int, target: I
 #
 #     c[o][r] = Σ_i weight[o][i] · x[r][i]
 #
-# A few outputs' rows of weights stay in the nearest cache while all rows of inputs pass by. Every
-# sum is added up in the same order, however many rows there are.
-
-
-_OUTPUTS = 4  # that share a load of inputs
+# A few outputs' rows of weights stay in the nearest cache while all rows of inputs pass by. Where
+# weights have to become floats, some steps of them do so once for many rows, and stay as floats.
+# Every sum is added up in the same order, however many rows there are.
 
 
 def write_vectors(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
@@ -71,6 +74,9 @@ def write_vectors(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
     _pack_for_vectors(Code(module, "pack", 6, isa), shape)
     for name, rows, first in row_forms(_rows(isa)):
         _some_rows(Code(module, name, 8, isa), shape, rows, first)
+    if shape.keeps(isa):
+        _keep(Code(module, "keep", 7, isa), shape)
+        _rows_of_kept(Code(module, "multiply_kept", 8, isa), _rows(isa))
     _multiply_vectors(Code(module, "multiply", 8, isa), shape)
 
 
@@ -147,7 +153,8 @@ def _multiply_vectors(code: Code, shape: ProductShape) -> None:
     """
     weights, row_bytes, num_inputs, x, num_rows, sums, ahead, room = code.params
     step, size = shape.step(code.isa), shape.element_bytes
-    x_row = (num_inputs + (step - 1)) // step * LINE_BYTES
+    steps = (num_inputs + (step - 1)) // step
+    x_row = steps * LINE_BYTES
     whole = num_inputs // step
     rest = num_inputs - whole * step
 
@@ -160,15 +167,107 @@ def _multiply_vectors(code: Code, shape: ProductShape) -> None:
 
     def some_outputs(o: Int) -> None:
         here, line = weights + o * row_bytes, room + o * LINE_BYTES
-        following = code.choose(o + _OUTPUTS < BLOCK, weights + (o + _OUTPUTS) * row_bytes, ahead)
+        following = code.choose(o + OUTPUTS < BLOCK, weights + (o + OUTPUTS) * row_bytes, ahead)
 
-        def arguments(r: Int) -> tuple[Int, ...]:
-            to = sums + r // LANES * PANEL_BYTES + o * LINE_BYTES + r % LANES * 4
-            return here, row_bytes, num_inputs, x + r * x_row, x_row, to, following, line
+        def sums_of(r: Int) -> Int:
+            return sums + r // LANES * PANEL_BYTES + o * LINE_BYTES + r % LANES * 4
 
-        each_rows(code, num_rows, _rows(code.isa), arguments)
+        def as_they_lie() -> None:
+            def arguments(r: Int) -> tuple[Int, ...]:
+                return (
+                    here,
+                    row_bytes,
+                    num_inputs,
+                    x + r * x_row,
+                    x_row,
+                    sums_of(r),
+                    following,
+                    line,
+                )
 
-    code.each(BLOCK, some_outputs, step=_OUTPUTS)
+            each_rows(code, num_rows, _rows(code.isa), arguments)
+
+        if not shape.keeps(code.isa):
+            as_they_lie()
+            return
+        kept = x + (num_rows + (LANES - 1)) // LANES * LANES * x_row
+        parts = kept + KEPT_BYTES
+
+        def as_floats(start: Int) -> None:
+            count = (steps - start).at_most(KEPT_STEPS)
+            own = (whole - start).at_most(count)
+            code.run(
+                "keep", here + start * (step * size), row_bytes, own, count, line,
+                following + start * (step * size * OUTPUTS), kept,
+            )  # fmt: skip
+
+            def rows_of_kept(r: Int) -> None:
+                code.run(
+                    "multiply_kept", x + r * x_row + start * LINE_BYTES, x_row, count, kept,
+                    start, steps - start - count, parts + r * PARTS_BYTES, sums_of(r),
+                )  # fmt: skip
+
+            code.each(num_rows, rows_of_kept, step=_rows(code.isa))
+
+        code.either(
+            num_rows >= KEPT_ROWS,
+            lambda: code.each(steps, as_floats, step=KEPT_STEPS),
+            as_they_lie,
+        )
+
+    code.each(BLOCK, some_outputs, step=OUTPUTS)
+    code.end()
+
+
+def _keep(code: Code, shape: ProductShape) -> None:
+    """(weights, their row bytes, steps, steps and the last, its inputs, next, target): floats.
+
+    A step of all outputs lies side by side.
+    """
+    weights, row_bytes, whole, count, last, ahead, target = code.params
+    step, size = shape.step(code.isa), shape.element_bytes
+
+    def keep(n: Int, places: list[Int]) -> None:
+        for o, place in enumerate(places):
+            value = _read_step(code, shape, place)
+            code.store(value, target + (n * OUTPUTS + o) * LINE_BYTES)
+
+    def whole_step(n: Int) -> None:
+        code.prefetch(ahead + n * (step * size * OUTPUTS), step * size * OUTPUTS)
+        keep(n, [weights + row_bytes * o + n * (step * size) for o in range(OUTPUTS)])
+
+    code.each(whole, whole_step)
+    code.each(
+        count, lambda n: keep(n, [last + o * LINE_BYTES for o in range(OUTPUTS)]), start=whole
+    )
+    code.end()
+
+
+def _rows_of_kept(code: Code, rows: int) -> None:
+    """(x, its row bytes, steps, kept weights, steps before, steps after, sums' parts, c).
+
+    Sums go on from their parts where there were steps before, and end where there are none after.
+    Rows behind the last one are multiplied too: there is memory for sixteen.
+    """
+    x, x_row, count, kept, before, after, parts, sums = code.params
+    places = [parts + n * LINE_BYTES for n in range(OUTPUTS * rows)]
+
+    def add(n: Int, totals: list[Value]) -> list[Value]:
+        inputs = [code.load(x + x_row * r + n * LINE_BYTES) for r in range(rows)]
+        weights = [code.load(kept + (n * OUTPUTS + o) * LINE_BYTES) for o in range(OUTPUTS)]
+        return [
+            code.fma(weights[n // rows], inputs[n % rows], total) for n, total in enumerate(totals)
+        ]
+
+    totals = [code.floats(0.0)] * (OUTPUTS * rows)
+    totals = code.loop(before.at_most(1), totals, lambda _, __: [code.load(p) for p in places])
+    totals = code.loop(count, totals, add)
+
+    def keep_parts() -> None:
+        for place, total in zip(places, totals, strict=True):
+            code.store(total, place)
+
+    code.either(after >= 1, keep_parts, lambda: _write_sums(code, totals, rows, sums))
     code.end()
 
 
@@ -177,8 +276,8 @@ def _some_rows(code: Code, shape: ProductShape, rows: int, first: bool) -> None:
     weights, row_bytes, num_inputs, x, x_row, sums, ahead, last = code.params
     step, size = shape.step(code.isa), shape.element_bytes
     whole = num_inputs // step
-    some_bytes = _OUTPUTS * step * size  # of weights
-    places = [weights + row_bytes * o for o in range(_OUTPUTS)]
+    some_bytes = OUTPUTS * step * size  # of weights
+    places = [weights + row_bytes * o for o in range(OUTPUTS)]
 
     def add(totals: list[Value], n: Int, places: list[Int]) -> list[Value]:
         typ = INTS if shape.pairs(code.isa) else FLOATS
@@ -200,28 +299,41 @@ def _some_rows(code: Code, shape: ProductShape, rows: int, first: bool) -> None:
             code.prefetch(ahead + n * some_bytes, some_bytes)
         return add(totals, n, [place + n * (step * size) for place in places])
 
-    totals = code.loop(whole, [code.floats(0.0)] * (_OUTPUTS * rows), whole_step)
+    totals = code.loop(whole, [code.floats(0.0)] * (OUTPUTS * rows), whole_step)
 
     def rest(_: Int, totals: list[Value]) -> list[Value]:
-        return add(totals, whole, [last + o * LINE_BYTES for o in range(_OUTPUTS)])
+        return add(totals, whole, [last + o * LINE_BYTES for o in range(OUTPUTS)])
 
     has_rest = num_inputs - whole * step
     totals = code.loop(has_rest.at_most(1), totals, rest)
-    for o in range(_OUTPUTS):
-        for r in range(rows):
-            place = sums + o * LINE_BYTES + r * 4
-            code.write(_sum(code, totals[o * rows + r]), place)
+    _write_sums(code, totals, rows, sums)
     code.end()
 
 
-def _sum(code: Code, value: Value) -> Value:
-    """Of all lanes, in an order that no compiler may change."""
+def _write_sums(code: Code, totals: list[Value], rows: int, target: Int) -> None:
+    """Write the sum of all lanes of each [outputs][rows], in an order that no compiler may change.
+
+    Halves of lanes are added up, of two vectors at a time, so that their sums become one vector.
+    """
     width = LANES
     while width > 1:
         width //= 2
-        picks = [width + i for i in range(width)] + [0] * (LANES - width)
-        value = code.b.fadd(value, code.shuffle(value, value, picks))
-    return code.b.extract_element(value, ir.Constant(I32, 0))
+        if len(totals) == 1:
+            totals = totals * 2
+        totals = [
+            _add_halves(code, a, b, width) for a, b in zip(totals[::2], totals[1::2], strict=True)
+        ]
+    for o in range(OUTPUTS):
+        some = code.shuffle(totals[0], totals[0], [o * rows + r for r in range(rows)])
+        code.write(some, target + o * LINE_BYTES)
+
+
+def _add_halves(code: Code, a: Value, b: Value, width: int) -> Value:
+    """Of every ``2 * width`` lanes, the first half and the second: of all in a, then in b."""
+    lanes = [first + n for first in range(0, 2 * LANES, 2 * width) for n in range(width)]
+    return code.b.fadd(
+        code.shuffle(a, b, lanes), code.shuffle(a, b, [lane + width for lane in lanes])
+    )
 
 
 # -- outputs ---------------------------------------------------------------------------------------

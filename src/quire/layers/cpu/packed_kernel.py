@@ -236,20 +236,16 @@ def _add_bytes(
 ) -> list[Value]:
     """Eight inputs of a block's outputs, as sums of bytes."""
     digits, size = shape.digits(code.isa), shape.form.group_size
-    found = list(totals)
-    given = [
-        [
-            [code.splat(code.read(row + k + (d * size + half * 4), I32)) for half in range(2)]
-            for d in range(digits)
-        ]
-        for row in inputs
-    ]
-    for p in range(PANELS):
-        for half, weights in enumerate(_bytes_of(code, shape, codes, p)):
-            for r in range(len(inputs)):
-                for d in range(digits):
-                    at = (p * len(inputs) + r) * digits + d
-                    found[at] = code.dot_bytes(found[at], weights, given[r][d][half])
+    found, rows = list(totals), len(inputs)
+    weights = [_bytes_of(code, shape, codes, p) for p in range(PANELS)]
+    for half in range(2):
+        for r, row in enumerate(inputs):
+            for d in range(digits):
+                # Read where it is used: there are no registers for all of them.
+                given = code.splat(code.read(row + k + (d * size + half * 4), I32))
+                for p in range(PANELS):
+                    at = (p * rows + r) * digits + d
+                    found[at] = code.dot_bytes(found[at], weights[p][half], given)
     return found
 
 
