@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from queue import Empty
 from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -174,6 +175,10 @@ async def _measure(
 # -- how long steps take ---------------------------------------------------------------------------
 
 
+# All numbers of a cost model.
+_COEFFICIENTS = tuple(each.name for each in fields(FittedCosts) if each.name != "about")
+
+
 def _calibrate_one(processor: int, model: str | None, begins: Any, results: Any) -> None:
     os.sched_setaffinity(0, {processor})
     os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"] = "1", "PASSIVE"
@@ -182,12 +187,15 @@ def _calibrate_one(processor: int, model: str | None, begins: Any, results: Any)
 
     with LLM(model, gauge=Plenty(), **OPTIONS) as llm:
         begins.wait()
-        found = calibrate(llm, rounds=1)
-        results.put((found.costs, fleet_of(llm, llm.engine.scheduler)))
+        costs = calibrate(llm, rounds=1).costs
+        results.put({name: getattr(costs, name) for name in _COEFFICIENTS})
 
 
-def calibrated(model: str | None) -> tuple[FittedCosts, Fleet]:
-    """Calibrate as many engines at once as there will be replicas: means of their costs."""
+def calibrated(model: str | None) -> FittedCosts:
+    """Calibrate as many engines at once as there will be replicas: means of their costs.
+
+    Raises: RuntimeError where one of them ends early.
+    """
     context = multiprocessing.get_context("spawn")
     begins, results = context.Barrier(NUM_REPLICAS), context.Queue()
     processors = sorted(os.sched_getaffinity(0))
@@ -200,12 +208,18 @@ def calibrated(model: str | None) -> tuple[FittedCosts, Fleet]:
     ]
     for process in processes:
         process.start()
-    found = [results.get(timeout=900) for _ in processes]
+    found: list[dict[str, float]] = []
+    while len(found) < NUM_REPLICAS:
+        try:
+            found.append(results.get(timeout=1.0))
+        except Empty:
+            if any(process.exitcode for process in processes):
+                for process in processes:
+                    process.terminate()
+                raise RuntimeError("a calibration has ended early") from None
     for process in processes:
         process.join()
-    names = [each.name for each in fields(FittedCosts) if each.name != "about"]
-    costs = {name: mean(getattr(own, name) for own, _ in found) for name in names}
-    return FittedCosts(**costs), found[0][1]
+    return FittedCosts(**{name: mean(own[name] for own in found) for name in _COEFFICIENTS})
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -270,14 +284,11 @@ def main(
     with_claims: WithClaims = False,
 ) -> None:
     """Compare throughput and first bytes of a simulated and a real fleet of two replicas."""
-    if calibration is None:
-        costs, fleet = calibrated(model)
-        if calibrate_to is not None:
-            costs.write(calibrate_to)
-            return
-    else:
-        costs, fleet = FittedCosts.read(calibration), _fleet(model)
-    fleet = replace(fleet, costs=costs, num_replicas=NUM_REPLICAS, routing="prefix-aware")
+    costs = calibrated(model) if calibration is None else FittedCosts.read(calibration)
+    if calibrate_to is not None:
+        costs.write(calibrate_to)
+        return
+    fleet = replace(_fleet(model), costs=costs, num_replicas=NUM_REPLICAS, routing="prefix-aware")
     traces = {name: trace for name, trace in workloads(scale).items() if only in name}
     found = asyncio.run(_measure(model, fleet, traces, rounds))
     _print(found)
