@@ -30,6 +30,7 @@ from rich.console import Console
 
 from benchmarks.fleet.processes import OPTIONS, replicas_of, running
 from benchmarks.harness.report import Table, WithClaims, show
+from benchmarks.harness.server import parent_and_cpu_s
 from benchmarks.planner.real import Plenty, fleet_of
 from quire.bench.traffic import replay
 from quire.bench.workload import Vocabulary
@@ -148,26 +149,42 @@ async def really(fleet: FleetEngine, trace: list[TraceRequest], seed: int) -> Fi
     )
 
 
+def _others_s() -> float:
+    """Return the seconds of processors that programs beside this one and its children took."""
+    with Path("/proc/stat").open(encoding="utf-8") as file:
+        user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
+    all_s = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    own = [os.getpid(), *(each.pid for each in multiprocessing.active_children())]
+    return all_s - sum(parent_and_cpu_s(pid)[1] for pid in own if pid is not None)
+
+
 async def _measure(
     model: str | None, fleet: Fleet, traces: dict[str, list[TraceRequest]], rounds: int
 ) -> dict[str, list[tuple[Figures, Figures]]]:
     """(real, simulated) of each round."""
     console = Console(stderr=True)
     with TemporaryDirectory() as folder:
-        replicas = replicas_of(Path(folder), model, [{"kv_events_config": EVENTS}] * NUM_REPLICAS)
+        several = [{"kv_events_config": EVENTS}] * NUM_REPLICAS
+        replicas = replicas_of(Path(folder), model, several, is_warm=True)
         facts = await replicas[0].facts()
         directory = PrefixDirectory(facts.groups, facts.block_size)
         follower = ZmqFollower(directory)
         async with running(replicas, PrefixAware(directory, seed=0), follower=follower) as engine:
-            for name, trace in traces.items():  # kernels are compiled, and steps recorded
-                console.print(f"warming up: {name}", highlight=False)
-                await really(engine, trace, seed=1000)
+            await really(engine, next(iter(traces.values())), seed=1000)
             found: dict[str, list[tuple[Figures, Figures]]] = {name: [] for name in traces}
             for number in range(rounds):
                 for name, trace in traces.items():
-                    console.print(f"round {number + 1} of {rounds}: {name}", highlight=False)
+                    others_s, begun_s = _others_s(), time.perf_counter()
                     real = await really(engine, trace, seed=number)
-                    found[name].append((real, simulated(fleet, trace)))
+                    others = (_others_s() - others_s) / (time.perf_counter() - begun_s)
+                    ours = simulated(fleet, trace)
+                    found[name].append((real, ours))
+                    console.print(
+                        f"round {number + 1} of {rounds}, {name}: real {real}; simulated {ours}; "
+                        f"others took {others:.2f} of a processor",
+                        soft_wrap=True,
+                        highlight=False,
+                    )
                     await asyncio.sleep(0.5)
     return found
 
