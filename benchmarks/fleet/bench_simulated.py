@@ -236,7 +236,8 @@ def calibrated(model: str | None) -> FittedCosts:
                 raise RuntimeError("a calibration has ended early") from None
     for process in processes:
         process.join()
-    return FittedCosts(**{name: mean(own[name] for own in found) for name in _COEFFICIENTS})
+    costs: dict[str, Any] = {name: mean(own[name] for own in found) for name in _COEFFICIENTS}
+    return FittedCosts(**costs)
 
 
 # -- the table -------------------------------------------------------------------------------------
