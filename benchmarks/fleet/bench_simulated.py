@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from queue import Empty
 from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ from rich.console import Console
 
 from benchmarks.fleet.processes import OPTIONS, replicas_of, running
 from benchmarks.harness.report import Table, WithClaims, show
+from benchmarks.harness.server import parent_and_cpu_s
 from benchmarks.planner.real import Plenty, fleet_of
 from quire.bench.traffic import replay
 from quire.bench.workload import Vocabulary
@@ -147,31 +149,51 @@ async def really(fleet: FleetEngine, trace: list[TraceRequest], seed: int) -> Fi
     )
 
 
+def _others_s() -> float:
+    """Return the seconds of processors that programs beside this one and its children took."""
+    with Path("/proc/stat").open(encoding="utf-8") as file:
+        user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
+    all_s = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    own = [os.getpid(), *(each.pid for each in multiprocessing.active_children())]
+    return all_s - sum(parent_and_cpu_s(pid)[1] for pid in own if pid is not None)
+
+
 async def _measure(
     model: str | None, fleet: Fleet, traces: dict[str, list[TraceRequest]], rounds: int
 ) -> dict[str, list[tuple[Figures, Figures]]]:
     """(real, simulated) of each round."""
     console = Console(stderr=True)
     with TemporaryDirectory() as folder:
-        replicas = replicas_of(Path(folder), model, [{"kv_events_config": EVENTS}] * NUM_REPLICAS)
+        several = [{"kv_events_config": EVENTS}] * NUM_REPLICAS
+        replicas = replicas_of(Path(folder), model, several, is_warm=True)
         facts = await replicas[0].facts()
         directory = PrefixDirectory(facts.groups, facts.block_size)
         follower = ZmqFollower(directory)
         async with running(replicas, PrefixAware(directory, seed=0), follower=follower) as engine:
-            for name, trace in traces.items():  # kernels are compiled, and steps recorded
-                console.print(f"warming up: {name}", highlight=False)
-                await really(engine, trace, seed=1000)
+            await really(engine, next(iter(traces.values())), seed=1000)
             found: dict[str, list[tuple[Figures, Figures]]] = {name: [] for name in traces}
             for number in range(rounds):
                 for name, trace in traces.items():
-                    console.print(f"round {number + 1} of {rounds}: {name}", highlight=False)
+                    others_s, begun_s = _others_s(), time.perf_counter()
                     real = await really(engine, trace, seed=number)
-                    found[name].append((real, simulated(fleet, trace)))
+                    others = (_others_s() - others_s) / (time.perf_counter() - begun_s)
+                    ours = simulated(fleet, trace)
+                    found[name].append((real, ours))
+                    console.print(
+                        f"round {number + 1} of {rounds}, {name}: real {real}; simulated {ours}; "
+                        f"others took {others:.2f} of a processor",
+                        soft_wrap=True,
+                        highlight=False,
+                    )
                     await asyncio.sleep(0.5)
     return found
 
 
 # -- how long steps take ---------------------------------------------------------------------------
+
+
+# All numbers of a cost model.
+_COEFFICIENTS = tuple(each.name for each in fields(FittedCosts) if each.name != "about")
 
 
 def _calibrate_one(processor: int, model: str | None, begins: Any, results: Any) -> None:
@@ -182,12 +204,15 @@ def _calibrate_one(processor: int, model: str | None, begins: Any, results: Any)
 
     with LLM(model, gauge=Plenty(), **OPTIONS) as llm:
         begins.wait()
-        found = calibrate(llm, rounds=1)
-        results.put((found.costs, fleet_of(llm, llm.engine.scheduler)))
+        costs = calibrate(llm, rounds=1).costs
+        results.put({name: getattr(costs, name) for name in _COEFFICIENTS})
 
 
-def calibrated(model: str | None) -> tuple[FittedCosts, Fleet]:
-    """Calibrate as many engines at once as there will be replicas: means of their costs."""
+def calibrated(model: str | None) -> FittedCosts:
+    """Calibrate as many engines at once as there will be replicas: means of their costs.
+
+    Raises: RuntimeError where one of them ends early.
+    """
     context = multiprocessing.get_context("spawn")
     begins, results = context.Barrier(NUM_REPLICAS), context.Queue()
     processors = sorted(os.sched_getaffinity(0))
@@ -200,12 +225,19 @@ def calibrated(model: str | None) -> tuple[FittedCosts, Fleet]:
     ]
     for process in processes:
         process.start()
-    found = [results.get(timeout=900) for _ in processes]
+    found: list[dict[str, float]] = []
+    while len(found) < NUM_REPLICAS:
+        try:
+            found.append(results.get(timeout=1.0))
+        except Empty:
+            if any(process.exitcode for process in processes):
+                for process in processes:
+                    process.terminate()
+                raise RuntimeError("a calibration has ended early") from None
     for process in processes:
         process.join()
-    names = [each.name for each in fields(FittedCosts) if each.name != "about"]
-    costs = {name: mean(getattr(own, name) for own, _ in found) for name in names}
-    return FittedCosts(**costs), found[0][1]
+    costs: dict[str, Any] = {name: mean(own[name] for own in found) for name in _COEFFICIENTS}
+    return FittedCosts(**costs)
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -270,14 +302,11 @@ def main(
     with_claims: WithClaims = False,
 ) -> None:
     """Compare throughput and first bytes of a simulated and a real fleet of two replicas."""
-    if calibration is None:
-        costs, fleet = calibrated(model)
-        if calibrate_to is not None:
-            costs.write(calibrate_to)
-            return
-    else:
-        costs, fleet = FittedCosts.read(calibration), _fleet(model)
-    fleet = replace(fleet, costs=costs, num_replicas=NUM_REPLICAS, routing="prefix-aware")
+    costs = calibrated(model) if calibration is None else FittedCosts.read(calibration)
+    if calibrate_to is not None:
+        costs.write(calibrate_to)
+        return
+    fleet = replace(_fleet(model), costs=costs, num_replicas=NUM_REPLICAS, routing="prefix-aware")
     traces = {name: trace for name, trace in workloads(scale).items() if only in name}
     found = asyncio.run(_measure(model, fleet, traces, rounds))
     _print(found)

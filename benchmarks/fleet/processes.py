@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": "1GiB",
 }
 _SIZE_BYTES = 8
-_BORN_S = 120.0
+_BORN_S = 300.0  # with its passes recorded
 _PATIENCE_S = 300.0  # with a replica whose first step compiles kernels
 
 
@@ -46,10 +46,13 @@ async def _receive(reader: asyncio.StreamReader) -> Any:
 # -- there -----------------------------------------------------------------------------------------
 
 
-def _serve(path: str, processor: int, model: str | None, options: dict[str, Any]) -> None:
-    """Serve an engine until the process is ended."""
+def _serve(
+    path: str, processor: int, model: str | None, options: dict[str, Any], is_warm: bool
+) -> None:
+    """Serve an engine until the process is ended; ``is_warm``: once its passes are recorded."""
     os.sched_setaffinity(0, {processor})
     os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"] = "1", "PASSIVE"
+    from quire.bench.calibrate import warm_up
     from quire.engine.async_llm import AsyncLLM
     from quire.fleet.replica import LocalReplica
 
@@ -68,7 +71,10 @@ def _serve(path: str, processor: int, model: str | None, options: dict[str, Any]
         async with server:
             await server.serve_forever()
 
-    replica = LocalReplica(Path(path).name, AsyncLLM(model, **options))
+    llm = AsyncLLM(model, **options)
+    if is_warm:
+        warm_up(llm.llm)  # which no thread steps yet
+    replica = LocalReplica(Path(path).name, llm)
     asyncio.run(run())
 
 
@@ -96,12 +102,19 @@ class ProcessReplica:
     """A replica in a process of its own, which ends with ``close``."""
 
     def __init__(
-        self, folder: Path, name: str, processor: int, model: str | None, **options: Any
+        self,
+        folder: Path,
+        name: str,
+        processor: int,
+        model: str | None,
+        *,
+        is_warm: bool = False,
+        **options: Any,
     ) -> None:
         self._name, self._path = name, str(folder / name)
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(
-            target=_serve, args=(self._path, processor, model, options), daemon=True
+            target=_serve, args=(self._path, processor, model, options, is_warm), daemon=True
         )
         self._process.start()
 
@@ -172,13 +185,18 @@ class ProcessReplica:
 
 
 def replicas_of(
-    folder: Path, model: str | None, options: Iterable[dict[str, Any]]
+    folder: Path, model: str | None, options: Iterable[dict[str, Any]], *, is_warm: bool = False
 ) -> list[ProcessReplica]:
     """Start a replica for each of these options, which go before ``OPTIONS``."""
     processors = sorted(os.sched_getaffinity(0))
     return [
         ProcessReplica(
-            folder, f"replica-{n}", processors[n % len(processors)], model, **{**OPTIONS, **own}
+            folder,
+            f"replica-{n}",
+            processors[n % len(processors)],
+            model,
+            is_warm=is_warm,
+            **{**OPTIONS, **own},
         )
         for n, own in enumerate(options)
     ]

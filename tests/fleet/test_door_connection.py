@@ -5,6 +5,7 @@ import pickle
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from quire.engine.sequence import Request
 from quire.errors import RequestError
 from quire.fleet import door_connection
 from quire.fleet.door_connection import ConnectedOutbox, DoorListener, Offer
-from quire.fleet.replica import ReplicaLost
+from quire.fleet.placement import Load
+from quire.fleet.replica import ReplicaLost, ReplicaReport
 from quire.fleet.shared_stream import Inbox, Outbox
 from server.asking import run
 
@@ -105,6 +107,31 @@ def test_answers_come_whole() -> None:
             await outbox.close()
             await until(lambda: inbox.lost is not None)
             assert "says no more" in str(inbox.lost)
+
+    run(ask())
+
+
+def test_reports_come_beside_answers_and_end_with_them() -> None:
+    report, heard, ended = ReplicaReport(load=Load(num_running=3)), list[ReplicaReport](), []
+
+    async def reports() -> AsyncGenerator[ReplicaReport, None]:
+        try:
+            yield report
+            await asyncio.Event().wait()
+        finally:
+            ended.append("left")
+
+    async def ask() -> None:
+        replica, listener = Scripted(), DoorListener(HOST)
+        offered = partial(listener.serve, Outbox(replica), reports())
+        inbox = Inbox("it", ConnectedOutbox("it", offered, heard.append))
+        async with asyncio.timeout(20):
+            replica.put("own", LAST)
+            assert await read(inbox.generate(REQUEST, request_id="own")) == [LAST]
+            await until(lambda: heard == [report])
+            await inbox.close()
+            await until(lambda: ended == ["left"])
+        listener.close()
 
     run(ask())
 

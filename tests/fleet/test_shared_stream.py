@@ -4,6 +4,7 @@ import asyncio
 import pickle
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import pytest
 from fleet.replicas import engine, until
 from fleet.scripted import LAST, Scripted, piece, read
 from quire import SamplingParams
+from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Request
 from quire.errors import RequestError, RequestTooLong
 from quire.fleet import shared_stream
 from quire.fleet.replica import LocalReplica, ReplicaLost, ReplicaRefused
-from quire.fleet.shared_stream import Inbox, Message, Outbox
+from quire.fleet.shared_stream import Inbox, Message, Outbox, packed, unpacked
 from server.asking import run
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -96,6 +98,22 @@ def test_answers_are_the_engines_own() -> None:
             assert len(wire.sent) < len(PROMPTS) * GREEDY.max_tokens / 2
 
     run(ask())
+
+
+def test_a_piece_of_tokens_alone_travels_without_its_other_fields() -> None:
+    plain = {
+        "text": "ab",
+        "token_ids": (7, 8),
+        "choice": 2,
+        "num_cached_tokens": 3,
+        "num_retained_tokens": 1,
+    }
+    own = TextDelta(index=0, finish_reason=None, **plain)
+    assert set(packed(own)) == set(plain.values())
+    assert unpacked(packed(own)) == own
+    for each in {one.name for one in fields(TextDelta)} - plain.keys():
+        whole = replace(own, **{each: "something"})
+        assert packed(whole) is whole, each
 
 
 def test_a_piece_waits_for_no_other() -> None:

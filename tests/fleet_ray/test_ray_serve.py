@@ -57,14 +57,14 @@ class Call:
 class Connecting(Call):
     """An offer of a connection to a replica's outbox, which is there until it is left."""
 
-    def __init__(self, replica: Any) -> None:
+    def __init__(self, replica: Any, reports: Any = None) -> None:
         super().__init__()
-        self._replica = replica
+        self._replica, self._reports = replica, reports
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         listener = DoorListener("127.0.0.1")
         try:
-            async with aclosing(listener.serve(Outbox(self._replica))) as offers:
+            async with aclosing(listener.serve(Outbox(self._replica), self._reports)) as offers:
                 async for offer in offers:
                     yield offer
         finally:
@@ -177,6 +177,20 @@ def test_a_report_is_told_once_and_then_waited_for() -> None:
         assert await replica.report() == REPORT
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(replica.report(), 0.05)
+        await replica.close()
+
+    asyncio.run(ask())
+
+
+def test_a_report_of_the_connection_is_told_too() -> None:
+    async def reports() -> AsyncIterator[ReplicaReport]:
+        yield REPORT
+        await asyncio.Event().wait()
+
+    async def ask() -> None:
+        handle = Handle(watch=Call(), connect=Connecting(Scripted(), reports()))
+        replica = RayReplica("a", handle, Roll())
+        assert await asyncio.wait_for(replica.report(), 10) == REPORT
         await replica.close()
 
     asyncio.run(ask())

@@ -81,7 +81,11 @@ class AsyncLLM:
         return await self._made(make, params)
 
     async def adopt(self, request: Request) -> Request:
-        """Check a request of another process, in another thread. Raises: RequestError."""
+        """Check a request of another process, in another thread where that takes long. Raises:
+        RequestError.
+        """
+        if request.params.structured_outputs is None and not request.output_token_ids:
+            return self.llm.adopt(request)  # two switches of threads would take longer
         return await self._made(partial(self.llm.adopt, request), request.params)
 
     async def _made(self, make: Callable[[], Request], params: Params) -> Request:

@@ -2,7 +2,8 @@
 
     preface   from the door, in clear: the name of an offer
     frame     bytes of the body, the body, and a tag of both and of how many frames came before
-    body      a pickle: what is to be done there, or a message of an ``Outbox``, or that it was all
+    body      a pickle: what is to be done there; or a message of an ``Outbox``, how busy its
+              replica is, or that it was all
 
 An offer is a name and a key for one connection. A replica draws both, and Ray carries them to the
 door: who has the key could have any code run there by Ray, so a body is unpickled once its tag is
@@ -15,7 +16,7 @@ import logging
 import pickle
 import secrets
 import struct
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ from typing import Any, Final, cast, final
 
 from quire.engine.sequence import Request
 from quire.errors import QuireError, RequestError
-from quire.fleet.replica import ReplicaLost
+from quire.fleet.replica import ReplicaLost, ReplicaReport
 from quire.fleet.shared_stream import Message, Outbox
 from quire.tiers.transfer.frame_tags import TAG_BYTES, FrameTags
 from quire.tiers.transfer.peer_frames import set_tcp_options
@@ -209,10 +210,13 @@ class DoorListener:
         self._awaited: dict[bytes, _Awaited] = {}
         self._strangers: dict[_Connection, asyncio.TimerHandle] = {}  # the oldest first
 
-    async def serve(self, outbox: Outbox) -> AsyncGenerator[Offer, None]:
+    async def serve(
+        self, outbox: Outbox, reports: AsyncIterator[ReplicaReport] | None = None
+    ) -> AsyncGenerator[Offer, None]:
         """Yield an offer of this outbox, and end with its connection.
 
-        What the outbox still runs then is ended. Raises: OSError for a host that cannot be bound.
+        What the outbox still runs then is ended. ``reports`` are sent as they come, too. Raises:
+        OSError for a host that cannot be bound.
         """
         port = await self._listen()
         connected: asyncio.Future[_Connection] = asyncio.get_running_loop().create_future()
@@ -227,7 +231,7 @@ class DoorListener:
             yield offer
             async with asyncio.timeout(_CONNECT_S):
                 await connected
-            await _tell(outbox, connected.result())
+            await _tell(outbox, connected.result(), reports)
         except TimeoutError:
             log.warning("a door has not connected to tcp://%s:%d", offer.host, offer.port)
         finally:
@@ -292,9 +296,14 @@ def _do(outbox: Outbox, said: Any) -> None:
             raise ValueError("what a door does not say")
 
 
-async def _tell(outbox: Outbox, connection: _Connection) -> None:
+async def _tell(
+    outbox: Outbox, connection: _Connection, reports: AsyncIterator[ReplicaReport] | None
+) -> None:
     """Send what an outbox says, until it says no more or the door has gone."""
     telling = asyncio.create_task(_send_all(outbox, connection), name="quire-outbox")
+    reporting = None
+    if reports is not None:
+        reporting = asyncio.create_task(_report(reports, connection), name="quire-reports")
     try:
         await asyncio.wait((telling, connection.over), return_when=asyncio.FIRST_COMPLETED)
         if telling.done():
@@ -303,8 +312,10 @@ async def _tell(outbox: Outbox, connection: _Connection) -> None:
                 async with asyncio.timeout(_CLOSE_S):
                     await asyncio.shield(connection.over)
     finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
+        tasks = [task for task in (telling, reporting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _send_all(outbox: Outbox, connection: _Connection) -> None:
@@ -313,6 +324,13 @@ async def _send_all(outbox: Outbox, connection: _Connection) -> None:
             _send(outbox, connection, message)
             await connection.flow()
     connection.end()
+
+
+async def _report(reports: AsyncIterator[ReplicaReport], connection: _Connection) -> None:
+    """Send reports, none of which is needed: the door asks for some elsewhere, too."""
+    async for report in reports:
+        connection.send(report)
+        await connection.flow()
 
 
 def _send(outbox: Outbox, connection: _Connection, message: Message) -> None:
@@ -336,9 +354,16 @@ def _send(outbox: Outbox, connection: _Connection, message: Message) -> None:
 class ConnectedOutbox:
     """A replica's ``Outbox``, over a connection."""
 
-    def __init__(self, name: str, offered: Callable[[], AsyncGenerator[Offer, None]]) -> None:
-        """``name``: the replica's; ``offered``: asks it for an offer, and is left in the end."""
-        self._name, self._offered = name, offered
+    def __init__(
+        self,
+        name: str,
+        offered: Callable[[], AsyncGenerator[Offer, None]],
+        reported: Callable[[ReplicaReport], None] = lambda _: None,
+    ) -> None:
+        """``name``: the replica's; ``offered``: asks it for an offer, and is left in the end;
+        ``reported`` is called with each report that comes.
+        """
+        self._name, self._offered, self._reported = name, offered, reported
         self._connection: _Connection | None = None
 
     async def read(self, take: Callable[[Message], None]) -> None:
@@ -392,7 +417,14 @@ class ConnectedOutbox:
                 f"replica {self._name} cannot be reached at tcp://{offer.host}:{offer.port}, where "
                 f"its doors connect: {why}"
             ) from error
-        connection.begin(offer.key, sends=_DOOR, receives=_REPLICA, take=take)
+
+        def sort(said: Any) -> None:
+            if isinstance(said, ReplicaReport):
+                self._reported(said)
+            else:
+                take(said)
+
+        connection.begin(offer.key, sends=_DOOR, receives=_REPLICA, take=sort)
         connection.write(offer.name)
         return connection
 

@@ -126,7 +126,7 @@ class RayReplica:
         from quire.fleet.shared_stream import Inbox
 
         offered = partial(self._calls.stream, "connect")
-        return Inbox(self._name, ConnectedOutbox(self._name, offered))
+        return Inbox(self._name, ConnectedOutbox(self._name, offered, self._note))
 
     async def figures(self) -> "Mapping[str, Figures]":
         from quire.fleet.replica import ReplicaLost
@@ -162,14 +162,17 @@ class RayReplica:
         await asyncio.gather(self._watching, return_exceptions=True)
         await self._inbox.close()
 
+    def _note(self, report: "ReplicaReport") -> None:
+        self._last = self._fresh = report
+        self._told.set()
+
     async def _watch(self) -> None:
         from quire.fleet.replica import ReplicaLost
 
         try:
             async with aclosing(self._calls.stream("watch")) as reports:
                 async for report in reports:
-                    self._last = self._fresh = report
-                    self._told.set()
+                    self._note(report)
             self._lost = ReplicaLost(f"replica {self._name} reports no longer")
         except Exception as error:
             self._lost = ReplicaLost(f"replica {self._name} cannot be watched: {one_line(error)}")

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
 REFUSED: Final = "refused: "  # before the reason for which an engine cannot be loaded
 _WITHOUT_EVENTS = "--placement least-loaded, which asks no cache"
-_WATCH_S = 0.1  # between two looks at what a replica is busy with, told if it has changed …
-_HEARTBEAT_S = 1.0  # … and at least so often
+_WATCH_S = 0.1  # between two looks at what a replica is busy with, told if it has changed
+_HEARTBEAT_S = 1.0  # between two reports through Serve
 _SCALE_S = 1.0  # between two reports for scaling
 _UPSCALE_DELAY_S = 5.0
 _LOOK_BACK_S = 5.0
@@ -216,7 +215,8 @@ class ServedReplica:
         outbox = Outbox(self._here(to))
         self._outboxes.add(outbox)
         try:
-            async with aclosing(self._listener.serve(outbox)) as offers:
+            reports = _changed(self._here(to))
+            async with aclosing(self._listener.serve(outbox, reports)) as offers:
                 async for offer in offers:
                     yield offer
         finally:
@@ -237,8 +237,9 @@ class ServedReplica:
         await self._here(to).begin_drain()
 
     async def watch(self, *, to: str, roll: Roll | None = None) -> "AsyncIterator[ReplicaReport]":
-        """Yield a report when it has changed, and every second; the door hangs up.
+        """Yield a report every second; the door hangs up.
 
+        What changes in between is told on the door's own connection, where it costs a hundredth.
         A replica that no door watches any more is on its way out: Serve has taken it from the
         routers, and does not tell the replica. What still runs has ``shutdown_timeout`` then, and
         ends with a finish_reason before Serve ends the process.
@@ -248,14 +249,10 @@ class ServedReplica:
         if self._leaving is not None:
             self._leaving.cancel()
             self._leaving = None
-        said, said_s = None, 0.0
         try:
             while True:
-                report, now_s = await local.report(), time.monotonic()
-                if report != said or now_s - said_s >= _HEARTBEAT_S:
-                    said, said_s = report, now_s
-                    yield report
-                await asyncio.sleep(_WATCH_S)
+                yield await local.report()
+                await asyncio.sleep(_HEARTBEAT_S)
         finally:
             self._num_watchers -= 1
             if not self._num_watchers:
@@ -282,6 +279,17 @@ class ServedReplica:
     def _reached(self, endpoint: Any) -> Any:
         """Return an endpoint as other machines reach it."""
         return endpoint and endpoint.replace("tcp://0.0.0.0:", f"tcp://{self._node}:")
+
+
+async def _changed(replica: "LocalReplica") -> "AsyncIterator[ReplicaReport]":
+    """Yield a replica's reports, each where it differs from the last one."""
+    said = None
+    while True:
+        await asyncio.sleep(_WATCH_S)
+        report = await replica.report()
+        if report != said:
+            said = report
+            yield report
 
 
 def log_beside_serve() -> None:

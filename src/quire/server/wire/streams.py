@@ -21,6 +21,7 @@ from quire.server.wire.error_responses import Dialect, Refused
 T = TypeVar("T")
 
 PING_S = 15.0  # twice as long is less than what proxies wait for
+_LOOKS = 4  # within a timeout
 
 
 class ClientGone(Exception):
@@ -60,9 +61,9 @@ async def all_of(receive: Receive, items: AsyncGenerator[T, None]) -> list[T]:
 class EventStream(Generic[T]):
     """Server-sent events, each sent as soon as it is there; the data of each is a ``T``.
 
-    A client that takes nothing for ``send_timeout_s`` seconds is cut off. While it takes nothing no
-    event is asked for: what waits for it is one event, and what the transport has (64 KiB in
-    uvicorn).
+    A client that takes nothing for ``send_timeout_s`` seconds is cut off, a quarter of them later
+    at most. While it takes nothing no event is asked for: what waits for it is one event, and what
+    the transport has (64 KiB in uvicorn).
 
     ``ping`` is sent after ``ping_s`` seconds without an event, or nearly twice as many, so that no
     proxy takes the stream for dead.
@@ -80,6 +81,8 @@ class EventStream(Generic[T]):
         self._events, self._send_timeout_s = events, send_timeout_s
         self._ping, self._ping_s = ping, ping_s
         self._num_sent, self._sending = 0, asyncio.Lock()
+        self._since_s: float | None = None  # the client is to take an event
+        self._next_look: asyncio.TimerHandle | None = None
         self._headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-store",
@@ -96,14 +99,23 @@ class EventStream(Generic[T]):
             headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             pinging = asyncio.ensure_future(self._send_pings(send)) if self._ping else None
+            patience = asyncio.timeout(None)
             try:
-                async for event in events:
-                    await self._send(send, event, more=True)
+                async with patience:
+                    self._look(patience)
+                    async for event in events:
+                        await self._send(send, event, more=True)
+                    await self._send(send, b"", more=False)
+            except TimeoutError:
+                if patience.expired():
+                    raise ClientGone from None
+                raise
             finally:
+                if self._next_look is not None:
+                    self._next_look.cancel()
                 if pinging is not None:
                     pinging.cancel()
                     await asyncio.gather(pinging, return_exceptions=True)
-            await self._send(send, b"", more=False)
 
     async def _send_pings(self, send: Send) -> None:
         while True:
@@ -112,14 +124,23 @@ class EventStream(Generic[T]):
             if self._num_sent == num_sent:
                 await self._send(send, self._ping, more=True)
 
+    def _look(self, patience: asyncio.Timeout) -> None:
+        """End ``patience`` with a client that takes nothing. A timer for each event costs more."""
+        loop = asyncio.get_running_loop()
+        since_s, now_s = self._since_s, loop.time()
+        if since_s is not None and now_s - since_s >= self._send_timeout_s:
+            patience.reschedule(now_s)
+        else:
+            again_s = self._send_timeout_s / _LOOKS
+            self._next_look = loop.call_later(again_s, self._look, patience)
+
     async def _send(self, send: Send, data: bytes, *, more: bool) -> None:
         message: Message = {"type": "http.response.body", "body": data, "more_body": more}
-        try:
-            async with self._sending, asyncio.timeout(self._send_timeout_s):
-                await send(message)
-                self._num_sent += 1
-        except TimeoutError:
-            raise ClientGone from None
+        async with self._sending:
+            self._since_s = asyncio.get_running_loop().time()
+            await send(message)
+            self._since_s = None
+            self._num_sent += 1
 
 
 async def _gone(receive: Receive) -> None:
