@@ -4,17 +4,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.test_images import llm_of, shown, texts
 from forks import run_fork
+from quire import LLM
 from quire.errors import RequestError
-from quire.models.encoder_peak import EncoderRun, encoder_footprint
+from quire.models.encoder_peak import EncoderRun, encoder_footprint, encoder_footprints
 from quire.models.loader import adopt
 from quire.models.vision import Vision
 from seers import picture, seer
+from zoo.sight import tiny_seer
 
 MIB = 2**20
+VIDEO_OPTIONS: dict[str, Any] = dict(
+    kv_cache_memory_bytes="8MB", max_model_len=128, max_num_batched_tokens=64
+)
 
 
 def vision_of(name: str) -> tuple[Any, Vision]:
@@ -34,6 +40,30 @@ def test_a_peak_is_found_with_smaller_images(name: str, side: int) -> None:
     taken = max(EncoderRun.of(model, image).live_bytes)
     assert (planned.num_values, planned.num_tokens) == (image.num_values, image.num_tokens)
     assert 0.98 * taken < planned.peak_bytes < 1.2 * taken
+
+
+def test_a_videos_peak_is_found_with_shorter_ones() -> None:
+    """As long as the step's budget, or as many tokens as the largest image has."""
+    model, processor = tiny_seer("qwen2_5_vl")
+    vision = Vision.of(adopt(model, processor), {"image": 1, "video": 1})
+    planned = encoder_footprints(vision, model, 128, video_tokens=64)
+    shown = np.zeros((32, 28, 28, 3), np.uint8)
+    [video] = vision.read(vision.of_kind("video").placeholder, [], [shown]).images
+    assert (video.modality, video.num_tokens) == ("video", 64)
+    taken = max(EncoderRun.of(model, video).live_bytes)
+    assert 0.98 * taken < planned["video"].peak_bytes < 1.2 * taken
+    assert planned["video"].num_tokens == 64
+    assert planned["video"].peak_bytes > 2 * planned["image"].peak_bytes
+    with LLM(model, tokenizer=processor, **VIDEO_OPTIONS) as llm:
+        assert llm.ledger.encoder_bytes == planned["video"].peak_bytes
+        prompt = {"prompt": "<video>", "multi_modal_data": {"video": shown}}
+        assert len(llm.request(prompt).prompt_token_ids) == 64
+        prompt["multi_modal_data"] = {"video": np.zeros((34, 28, 28, 3), np.uint8)}
+        with pytest.raises(RequestError, match=r"video number 0 is too large: .*fewer frames"):
+            llm.request(prompt)
+    options = {**VIDEO_OPTIONS, "limit_mm_per_prompt": {"video": 0}}
+    with LLM(model, tokenizer=processor, **options) as llm:
+        assert llm.ledger.encoder_bytes == planned["image"].peak_bytes
 
 
 def test_each_operation_is_followed() -> None:
@@ -124,9 +154,53 @@ print(json.dumps(said))
 """
 
 
-def test_the_system_counts_what_was_planned() -> None:
+# The same with videos, of four frames; an image takes a quarter of it.
+CHILD_WITH_VIDEOS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+import torch
+from quire import LLM, SamplingParams
+from quire.memory.machine.readings import HostPeak
+from quire.memory.residency import trim_allocator
+from zoo import sight
+
+torch.set_num_threads(1)
+sight.OWN["video_llava"] = dict(
+    vision_config=dict(image_size=392, num_attention_heads=4),
+    text_config=dict(max_position_embeddings=4096),
+)
+model, processor = sight.tiny_seer("video_llava")
+llm = LLM(
+    model,
+    tokenizer=processor,
+    kv_cache_memory_bytes="8MiB",
+    max_model_len=3200,
+    max_num_batched_tokens=4 * 785,
+    limit_mm_per_prompt={"image": 1, "video": 1},
+)
+greedy = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+llm.generate([[5, 6, 7]], greedy)
+said = {"planned": llm.ledger.encoder_bytes, "taken": []}
+for seed in range(2):
+    frames = np.random.default_rng(seed).integers(0, 256, (4, 392, 392, 3)).astype(np.uint8)
+    shown = {"prompt": "w1 <video> w2", "multi_modal_data": {"video": frames}}
+    request = llm.request(shown, greedy)
+    trim_allocator()
+    peak = HostPeak()
+    peak.begin()
+    llm.start(request, lambda _: None)
+    while llm.step():
+        pass
+    said["taken"].append(peak.peak_bytes())
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.parametrize("child", [CHILD, CHILD_WITH_VIDEOS], ids=["images", "videos"])
+def test_the_system_counts_what_was_planned(child: str) -> None:
     """The operating system's own figures, while images are computed behind a tower."""
-    done = run_fork(CHILD, str(Path(__file__).parents[1]), timeout=300)
+    done = run_fork(child, str(Path(__file__).parents[1]), timeout=300)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     if None in said["taken"]:

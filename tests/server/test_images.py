@@ -184,7 +184,7 @@ def test_a_tool_may_show_a_picture(llm: AsyncLLM) -> None:
 def test_nothing_is_decoded_that_is_refused(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that is to be cut, and one with too many images."""
     opened: list[Any] = []
-    monkeypatch.setattr("quire.server.pictures.open_pictures", opened.append)
+    monkeypatch.setattr("quire.server.pictures.open_shown", opened.append)
 
     async def ask() -> None:
         async with serving(ServerConfig(chat_template=PARTS), llm=llm) as client:

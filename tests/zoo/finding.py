@@ -26,6 +26,25 @@ _WAYS = {
 }
 
 
+_GLM = (
+    "not judged: its code looks for a video's features under placeholders of images, and the "
+    "engine refuses that, for it could not tell whose they are"
+)
+# Of a class's videos, where no small run could say more.
+VIDEOS = dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr"), _GLM)
+_TIMM = "its encoder is of the package timm, which is not installed here"
+# Why a class is not judged, where the error of Transformers does not say it.
+NOT_JUDGED = {
+    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), _TIMM),
+    "blip-2": "its own `generate` runs encoder and Q-Former itself, over tokens that its own "
+    "processor writes",
+    "diffusion_gemma": "it does not write token after token: it refines blocks by diffusion",
+    "fuyu": "its processor makes `image_patches`, and its encoder takes `pixel_values`",
+    "instructblip": "its features depend on the words of the prompt (`qformer_input_ids`)",
+    "instructblipvideo": "it sees videos alone, and its features depend on the words of the prompt",
+}
+
+
 def another_way(model_type: str) -> str:
     """Why a class is not run that cannot be given what an encoder made, and what would serve it."""
     return f"{ANOTHER_WAY}: {_WAYS.get(model_type, 'its images go another way')}"

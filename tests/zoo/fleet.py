@@ -20,7 +20,7 @@ from zoo.check import check
 from zoo.finding import Finding, one_line
 
 NUM_WORKERS = 2
-_SECONDS, _BYTES = 300, 12 << 30
+_SECONDS, _BYTES = 900, 12 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,9 @@ loaded, and refuses images with the reason if they come out otherwise than by it
 frames, made ready by a stand-in in each class. *Not judged* are those whose `generate` does not
 run with what it makes; – stands where a class has no encoder for them.
 
+A class that is *not exact* is refused, with the sentence that stands here: when it is loaded, or
+when an image comes; one that says "may have 1" is exact with one image a prompt.
+
 What [the text part of a model](models.md) must be to run at all holds here too. A tiny model with
 random weights shows that features, positions and masks are right, not how well or how fast a
 checkpoint sees.

@@ -72,7 +72,29 @@ _OF_GEMMA4: _Sizes = dict(
     head_dim=16,
     patch_size=4,
 )
+_OTHER_MARKS = ("w90", "w91", "w92")
+_MARKS_OF_CODES = {"<|extra_200|>": token_id("<eoi>"), "<image>": token_id("<image>")}
+_WORDS_OF_CODES = [token_id(f"w{100 + code}") for code in range(50)]
+_SMALL_CODES: _Sizes = dict(
+    num_embeddings=50, codebook_size=50, embed_dim=4, latent_channels=4, base_channels=32
+)
 OWN: dict[str, _Sizes] = {
+    **{key: dict(insert_layer_id=0) for key in ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")},
+    "chameleon": dict(
+        vocabulary_map=_MARKS_OF_CODES
+        | {
+            f"IMGIMG{'ABCDEFGHIJ'[code // 10]}{'ABCDEFGHIJ'[code % 10]}Z": word
+            for code, word in enumerate(_WORDS_OF_CODES)
+        },
+        vq_config=dict(_SMALL_CODES, resolution=SIDE, channel_multiplier=[1, 1, 1]),
+    ),
+    "emu3": dict(
+        vocabulary_map=_MARKS_OF_CODES
+        | {f"<|visual token {code:06}|>": word for code, word in enumerate(_WORDS_OF_CODES)},
+        vq_config=dict(
+            _SMALL_CODES, channel_multiplier=[1, 1, 1], num_res_blocks=1, hidden_size=32
+        ),
+    ),
     "deepseek_vl_hybrid": dict(high_res_vision_config=dict(window_size=2)),
     "got_ocr2": _WINDOWS,
     "pp_chart2table": _WINDOWS,
@@ -91,12 +113,16 @@ OWN: dict[str, _Sizes] = {
     ),
     "hunyuan_vl": _AXES,
     "qwen3_vl_moe": dict(text_config=dict(sliding_window=None)),
-    "inkling2": dict(vision_config=dict(text_hidden_size=64)),
+    "inkling2": dict(vision_config=dict(text_hidden_size=64, projection_hidden_dim=64)),
+    "inkling_mm_model": dict(vision_config=dict(text_hidden_size=64)),
     "glm5_next": dict(
         text_config=dict(num_key_value_heads=4, index_topk=16, qk_rope_head_dim=0, head_dim=None)
     ),
     "granite_docling": dict(vision_config=dict(image_size=8 * PATCH)),
-    "deepseek_ocr2": dict(text_config=dict(mlp_layer_types=["dense", "sparse"] * 2)),
+    "deepseek_ocr2": dict(
+        text_config=dict(mlp_layer_types=["dense", "sparse"] * 2),
+        vision_config=dict(sam_config=dict(downsample_channels=[64, 64])),
+    ),
     "dots3_note": dict(
         vision_config=dict(adapter_in_dim=64, adapter_out_dim=64),
         audio_config=dict(adapter_input_size=64, adapter_out_dim=64),
@@ -108,8 +134,19 @@ OWN: dict[str, _Sizes] = {
         )
     ),
     "gemma3n": dict(text_config=dict(intermediate_size=96)),
-    "nemotron_h_omni": dict(vision_config=dict(video_temporal_patch_size=2)),
-    "unlimited_ocr": dict(vision_config=dict(sam_config=dict(downsample_channels=[64, 64]))),
+    "nemotron_h_omni": dict(vit_hidden_size=64, vision_config=dict(video_temporal_patch_size=2)),
+    "molmo2": dict(
+        image_token_id=token_id("<image>"),
+        vision_config=dict(num_position_embeddings=4),
+        adapter_config=dict(text_hidden_size=64),
+    ),
+    "ovis2": dict(
+        visual_indicator_token_ids=[token_id(word) for word in ("<boi>", "<eoi>", *_OTHER_MARKS)]
+    ),
+    "unlimited_ocr": dict(
+        text_config=dict(num_key_value_heads=4),
+        vision_config=dict(sam_config=dict(downsample_channels=[64, 64])),
+    ),
     "mistral_large4": dict(text_config=dict(num_key_value_heads=4, head_dim=None)),
     "muse_glimmer": _MERGED,
     "muse_spark": _MERGED,
@@ -178,7 +215,11 @@ class StandIn:
             alone = several.pop(0)
             for name, each in alone.items():
                 together.setdefault(name, []).append(each)
-            written += f" {self._placeholders(part, alone)} "
+            placeholders = self._placeholders(part, alone)
+            around = ("<boi>", "<eoi>") if self._model.config.model_type == "ovis2" else ("", "")
+            written += f" {around[0]} {placeholders} {around[1]} "
+        if pooled := together.get("image_token_pooling"):  # patches, counted through all images
+            together["image_token_pooling"] = [4 * i + own for i, own in enumerate(pooled)]
         ids = torch.tensor([self.tokenizer(written)["input_ids"]])
         types = (ids == token_id(self.image_token)).long()
         types += 2 * (ids == token_id(self.video_token)).long()
@@ -186,6 +227,7 @@ class StandIn:
             "input_ids": ids,
             "mm_token_type_ids": types,
             "token_type_ids": types,
+            "moe_mm_token_type_ids": types,
             **{
                 name: torch.cat(parts, -1 if "target_sizes" in together and "pixel" in name else 0)
                 for name, parts in together.items()
@@ -202,11 +244,14 @@ class StandIn:
         with torch.no_grad():
             made = encode(**own, return_dict=True)
         encoded = made.last_hidden_state if made.pooler_output is None else made.pooler_output
+        if encoded is None:  # Granite 4's, which has a feature for each of some layers
+            encoded = made.deepstack_features[0][1]
         parts = [encoded] if isinstance(encoded, Tensor) else encoded
         count = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in parts)
         if not is_video:
             return " ".join([self.image_token] * count)
-        if self._model.config.model_type not in _BY_MOMENTS:
+        kind = self._model.config.model_type
+        if kind not in _BY_MOMENTS:
             return " ".join([token] * count)
         moments = int(alone["video_grid_thw"][0, 0])
         return " w7 ".join([" ".join([token] * (count // moments))] * moments)
@@ -216,7 +261,7 @@ AS_IMAGES = ("smolvlm", "internvl")  # what reads a video's frames as images
 # Their positions begin anew with each moment of a video, between which a time is written.
 _BY_MOMENTS = (
     *("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "cosmos3_edge", "cosmos3_omni"),
-    *("muse_glimmer", "muse_spark"),
+    *("muse_glimmer", "muse_spark", "cohere_compass"),
 )
 
 
@@ -225,6 +270,8 @@ def inputs_of(model: PreTrainedModel, pixels: Any) -> dict[str, Tensor]:
     taken = signature(model.base_model.get_image_features).parameters
     square = torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() / 127.5 - 1
     kind = model.config.model_type
+    if kind in ("inkling2", "inkling_mm_model", "molmo2", "nemotron_h_omni"):
+        return _rows(kind, square)
     if "image_grid_thw" in taken:
         return _patches(model, square)
     side = _side(model)
@@ -237,6 +284,13 @@ def inputs_of(model: PreTrainedModel, pixels: Any) -> dict[str, Tensor]:
         return _flat(square)
     if "target_sizes" in taken:
         return _strip(model, square)
+    return _whole(model, square, side)
+
+
+def _whole(model: PreTrainedModel, square: Tensor, side: int) -> dict[str, Tensor]:
+    """A picture of one size, f32[1, 3, side, side], as most encoders want it."""
+    taken = signature(model.base_model.get_image_features).parameters
+    kind = model.config.model_type
     given: dict[str, Tensor] = {"pixel_values": square}
     if kind in ("idefics2", "smolvlm", "granite_docling"):
         given["pixel_values"] = square[None]
@@ -258,8 +312,35 @@ def inputs_of(model: PreTrainedModel, pixels: Any) -> dict[str, Tensor]:
     return given
 
 
+def _squares(square: Tensor, side: int) -> dict[str, Tensor]:
+    """Four squares of so many pixels, colours last."""
+    made = torch.nn.functional.interpolate(square[None], (2 * side, 2 * side))[0]
+    cut = made.reshape(3, 2, side, 2, side).permute(1, 3, 2, 4, 0)
+    return {"pixel_values": cut.reshape(4, side, side, 3)}
+
+
+def _rows(kind: str, square: Tensor) -> dict[str, Tensor]:
+    """Pixels for each of 2 × 2 patches (4 × 4 for Nemotron), as single classes want them."""
+    if kind == "inkling2":
+        return _squares(square, 2 * PATCH) | {"image_grid_thw": torch.tensor([[1, 2, 2]])}
+    if kind == "inkling_mm_model":  # a patch of two moments
+        patches = _squares(square, PATCH)["pixel_values"]
+        return {"pixel_values": patches[:, None].expand(-1, 2, -1, -1, -1).clone()}
+    side = 4 if kind == "nemotron_h_omni" else 2
+    made = torch.nn.functional.interpolate(square[None], (side * PATCH, side * PATCH))
+    rows = torch.nn.functional.unfold(made, PATCH, stride=PATCH).transpose(1, 2)
+    if kind == "nemotron_h_omni":
+        return {"pixel_values": rows[0], "image_grid_hw": torch.tensor([[side, side]])}
+    return {
+        "pixel_values": rows,
+        "image_token_pooling": torch.tensor([[0, 1], [2, 3]]),
+        "image_grids": torch.tensor([[1, 1, 1, 1]]),
+    }
+
+
 def _side(model: PreTrainedModel) -> int:
-    size = getattr(model.config.vision_config, "image_size", SIDE)
+    sight = getattr(model.config, "vision_config", None)
+    size = getattr(sight, "image_size", SIDE)
     return int(size[0] if isinstance(size, list | tuple) else size)
 
 
@@ -307,6 +388,21 @@ def inputs_of_video(model: PreTrainedModel, frames: Any) -> dict[str, Tensor]:
         own = model.config.model_type == "smolvlm"
         return {"pixel_values": squares[None] if own else squares}
     taken = signature(model.base_model.get_video_features).parameters
+    if "target_sizes_videos" in taken:
+        strips = [_strip(model, square[None]) for square in squares]
+        return {
+            "pixel_values_videos": torch.cat([strip["pixel_values"] for strip in strips], -1),
+            "target_sizes_videos": torch.cat([strip["target_sizes"] for strip in strips]),
+        }
+    if "num_frames_per_video" in taken:
+        placed = [_placed(model, square[None]) for square in squares]
+        return {
+            "pixel_values_videos": torch.cat([frame["pixel_values"] for frame in placed]),
+            "video_position_ids": torch.cat([frame["image_position_ids"] for frame in placed]),
+            "num_frames_per_video": torch.tensor([len(placed)]),
+        }
+    if model.config.model_type == "ernie4_5_vl_moe" and len(squares) % 2:  # it merges two
+        squares = torch.cat([squares, squares[-1:]])
     if "video_grid_thw" not in taken:
         side = _side(model)
         squares = torch.nn.functional.interpolate(squares, (side, side), mode="bilinear")

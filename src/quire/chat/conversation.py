@@ -14,7 +14,7 @@ from quire.chat.lexer import IncrementalLexer, Reading
 from quire.chat.output_events import CallEnded, Event, Events, Reply, call_id, reply
 from quire.chat.reasoning_parsers import REASONING, ReasoningFormat, reasoning_format
 from quire.chat.template_sandbox import TemplateLimits
-from quire.chat.templates import ChatTemplate, stop_strings
+from quire.chat.templates import NO_PLACEHOLDERS, ChatTemplate, stop_strings
 from quire.chat.token_texts import TokenTexts
 from quire.chat.tools.declared import Tool, checked_tools
 from quire.chat.tools.json_objects import arguments_of, required
@@ -77,7 +77,8 @@ class Chat:
 
     ``tool_call_parser`` and ``reasoning_parser`` are names of formats, or "auto": the template's
     text decides. Without a name calls are read all the same, by the template or the model's type.
-    ``placeholder`` is what a prompt says where an image goes; a model that sees none has none.
+    ``placeholders`` are what a prompt says where an image goes, and where a video goes; a model
+    that sees none has none.
 
     Raises: ConfigError for a template that cannot be compiled, or a name that no parser has.
     """
@@ -92,12 +93,15 @@ class Chat:
         reasoning_parser: str | None = None,
         model_type: str = "",
         limits: TemplateLimits | None = None,
-        placeholder: str = "",
+        placeholders: Mapping[str, str] = NO_PLACEHOLDERS,
     ) -> None:
         self._tokenizer = tokenizer
         self._texts = texts or TokenTexts(tokenizer)
         self.template = ChatTemplate(
-            tokenizer, chat_template, limits=limits, placeholder=placeholder
+            tokenizer,
+            chat_template,
+            limits=limits,
+            placeholders=placeholders,
         )
         self._tools, self._reasoning = _formats(
             tool_call_parser, reasoning_parser, self.template.source, model_type

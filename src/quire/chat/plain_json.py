@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from quire.errors import RequestError
@@ -54,11 +55,18 @@ def text_of(content: Any, where: str) -> str | None:
     return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
+@dataclass(frozen=True, slots=True)
+class VideoAddress:
+    """Where a video is, as a message says it."""
+
+    url: str
+
+
 def parts_of(content: Any, where: str, images: list[Any]) -> Any:
     """Return a message's content as ``text_of`` does, or with images in it as a list of parts.
 
-    What stands for the images is added to ``images``: addresses, or pictures of a caller in this
-    process. Raises: RequestError.
+    What stands for the images is added to ``images``: addresses, of videos too, or pictures of a
+    caller in this process. Raises: RequestError.
     """
     if not has_images(content):
         return text_of(content, where)
@@ -66,14 +74,14 @@ def parts_of(content: Any, where: str, images: list[Any]) -> Any:
     for index, part in enumerate(content):
         if _is_image(part):
             images.append(_image(part, f"{where}[{index}]"))
-            found.append({"type": "image"})
+            found.append({"type": "video" if part["type"] == _VIDEO else "image"})
         else:
             found.append({"type": "text", "text": _part(part, f"{where}[{index}]")})
     return found
 
 
 def has_images(content: Any) -> bool:
-    """Return whether a message's content is a list of parts with an image among them."""
+    """Return whether a message's content is a list of parts with an image or a video among them."""
     return isinstance(content, list | tuple) and any(map(_is_image, content))
 
 
@@ -87,10 +95,11 @@ def content_of(content: Any, where: str) -> Any:
 
 # OpenAI's in chats and in responses, Anthropic's, and vLLM's for pictures in memory.
 _IMAGES = ("image_url", "input_image", "image", "image_pil")
+_VIDEO = "video_url"  # vLLM's
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _IMAGES
+    return isinstance(part, Mapping) and part.get("type") in (*_IMAGES, _VIDEO)
 
 
 def _image(part: Mapping[str, Any], where: str) -> Any:
@@ -100,6 +109,12 @@ def _image(part: Mapping[str, Any], where: str) -> Any:
         return part.get(kind)
     if kind == "image":
         return _of_source(part.get("source"), f"{where}.source")
+    if kind == _VIDEO:
+        given = part.get(kind)
+        url = given.get("url") if isinstance(given, Mapping) else given
+        if not isinstance(url, str):
+            raise RequestError(f"{where}.video_url must be an object with a url, or a URL")
+        return VideoAddress(url)
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(url, str):

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from jinja2 import Template, TemplateSyntaxError
 
-from quire.chat.plain_json import Message, check_size, parts_of, plain, text_of
+from quire.chat.plain_json import Message, VideoAddress, check_size, parts_of, plain, text_of
 from quire.chat.template_sandbox import Sandbox, TemplateLimits, syntax_error
 from quire.errors import ConfigError, RequestError
 
@@ -140,17 +140,29 @@ def with_parts(messages: list[Message]) -> list[Message]:
     ]
 
 
-def with_placeholders(messages: list[Message], placeholder: str) -> list[Message]:
-    """Turn parts into one text, for templates that know no images: a placeholder for each."""
+def with_placeholders(messages: list[Message], placeholders: Mapping[str, str]) -> list[Message]:
+    """Turn images, or videos, into text, for templates that do not know them.
+
+    ``placeholders``: by kind. Parts that are all text become one.
+    """
     return [
         message
         if isinstance(message["content"], str)
-        else {
-            **message,
-            "content": "\n".join(part.get("text", placeholder) for part in message["content"]),
-        }
+        else {**message, "content": _written(message["content"], placeholders)}
         for message in messages
     ]
+
+
+def _written(parts: list[dict[str, Any]], placeholders: Mapping[str, str]) -> Any:
+    found = [
+        {"type": "text", "text": placeholders[part["type"]]}
+        if part["type"] in placeholders
+        else part
+        for part in parts
+    ]
+    if all(part["type"] == "text" for part in found):
+        return "\n".join(part["text"] for part in found)
+    return found
 
 
 # -- templates -------------------------------------------------------------------------------------
@@ -169,6 +181,7 @@ _RESERVED = frozenset(
         *("range", "namespace", "dict", "raise_exception", "strftime_now"),
     )
 )
+NO_PLACEHOLDERS: Mapping[str, str] = MappingProxyType({})
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 _CONTINUES = "\ufdd0continues\ufdd1"  # noncharacters, which no text has
 _TRIAL = "needle"
@@ -179,8 +192,8 @@ class ChatTemplate:
     """A model's way to write a conversation down. Any thread may render.
 
     ``template`` is the operator's, a file or the text itself; without one the tokenizer's is used,
-    and where that has none every rendering is refused. ``placeholder`` is what a prompt says where
-    an image goes; without one images are refused.
+    and where that has none every rendering is refused. ``placeholders`` are what a prompt says
+    where an "image" goes, and where a "video" goes; without one they are refused.
 
     Raises: ConfigError where the file cannot be read, or a template is no Jinja.
     """
@@ -191,9 +204,9 @@ class ChatTemplate:
         template: str | Path | None = None,
         *,
         limits: TemplateLimits | None = None,
-        placeholder: str = "",
+        placeholders: Mapping[str, str] = NO_PLACEHOLDERS,
     ) -> None:
-        self._placeholder = placeholder
+        self._placeholders = {kind: text for kind, text in placeholders.items() if text}
         self._special_tokens = _special_tokens(tokenizer)
         self._sandbox = Sandbox(limits or TemplateLimits())
         self._sources = _sources(tokenizer, template)
@@ -201,7 +214,7 @@ class ChatTemplate:
             name: self._compile(name, source) for name, source in self._sources.items()
         }
         self._wants_text_arguments = self._wants_parts = self._wants_texts_apart = False
-        self._places_images = False
+        self._places: set[str] = set()  # the kinds that the template writes
         if self._templates:
             self._try_out()
 
@@ -238,7 +251,12 @@ class ChatTemplate:
                 "this model has no chat template: start the server with --chat-template, a file "
                 "or the template itself, or use /v1/completions"
             )
-        checked = checked_messages(messages, images if self._placeholder else None)
+        checked = checked_messages(messages, images if self._placeholders else None)
+        shows_videos = any(isinstance(each, VideoAddress) for each in images or ())
+        if shows_videos and "video" not in self._placeholders:
+            raise RequestError(
+                "video_url: this model takes no videos: send some of its frames as images"
+            )
         names = self._names(kwargs)
         if continue_final_message:
             checked[-1] = _open_ended(checked[-1])
@@ -292,8 +310,12 @@ class ChatTemplate:
             messages = with_texts_apart(messages)
         if self._wants_text_arguments:
             messages = with_arguments_as_text(messages)
-        if not self._places_images:
-            messages = with_placeholders(messages, self._placeholder)
+        missing = {
+            kind: placeholder
+            for kind, placeholder in self._placeholders.items()
+            if kind not in self._places
+        }
+        messages = with_placeholders(messages, missing)
         return with_parts(messages) if self._wants_parts else messages
 
     def _try_out(self) -> None:
@@ -302,10 +324,11 @@ class ChatTemplate:
         """
         message = {"role": "user", "content": _TRIAL}
         self._wants_parts = not self._shows([message]) and self._shows(with_parts([message]))
-        if self._placeholder:
-            parts = [{"type": "image"}, {"type": "text", "text": "?"}]
+        for kind, placeholder in self._placeholders.items():
+            parts = [{"type": kind}, {"type": "text", "text": "?"}]
             shown = {"role": "user", "content": parts}
-            self._places_images = self._shows([shown], self._placeholder)
+            if self._shows([shown], placeholder):
+                self._places.add(kind)
         function = {"name": "f", "arguments": {"a": _TRIAL}}
         call = {"id": "call00000", "type": "function", "function": function}
         spoken: list[Message] = [

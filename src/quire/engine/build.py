@@ -46,7 +46,7 @@ from quire.memory.controller import MemoryController
 from quire.memory.machine import CudaPeak
 from quire.memory.machine.readings import Gauge
 from quire.memory.residency import Resident
-from quire.models.encoder_peak import encoder_footprint
+from quire.models.encoder_peak import encoder_footprints
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
 from quire.models.vision import Vision
@@ -291,7 +291,9 @@ def _vision(config: EngineConfig, loaded: LoadedModel) -> Vision:
         # An encoder is torch's, and reads the images of a step together.
         vision = vision.without("image", "batch_invariant serves text alone")
     longest = longest_tokens(config, loaded.name, loaded.spec)
-    return replace(vision, encoder=encoder_footprint(vision, loaded.model, longest))
+    video_tokens = config.max_num_batched_tokens
+    encoders = encoder_footprints(vision, loaded.model, longest, video_tokens=video_tokens)
+    return replace(vision, encoders=encoders)
 
 
 def _claimed(

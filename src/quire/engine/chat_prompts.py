@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
-from quire.chat.picture_bounds import data_of, open_pictures
+from quire.chat.picture_bounds import count_shown, open_shown
 from quire.chat.templates import ChatTemplate, stop_strings
 from quire.chat.token_texts import TokenTexts
 from quire.engine.prompts import Prompt, ShownPrompt
@@ -60,7 +60,7 @@ class ChatPrompts:
         return ChatTemplate(
             self._facts.tokenizer,
             template or vision.chat_template,
-            placeholder="" if vision.why_not else vision.placeholder,
+            placeholders=vision.placeholders,
         )
 
     def _encoded(self, text: str) -> list[int]:
@@ -73,13 +73,9 @@ class ChatPrompts:
     def _shown(self, text: str, given: Sequence[Any]) -> ShownPrompt:
         """Read a text with its pictures: in memory, or ``data:`` URLs. Raises: RequestError."""
         vision = self._facts.vision
-        vision.check_number(len(given))
-        urls = {number: each for number, each in enumerate(given) if isinstance(each, str)}
-        opened = open_pictures([data_of(url, number) for number, url in urls.items()])
-        pictures = [*given]
-        for number, picture in zip(urls, opened, strict=True):
-            pictures[number] = picture
-        read = vision.read(text, pictures, add_special_tokens=False)
+        vision.check_numbers(*count_shown(given))
+        pictures, videos, _ = open_shown(given)
+        read = vision.read(text, pictures, videos, add_special_tokens=False)
         return ShownPrompt(token_ids=read.token_ids, images=read)
 
 

@@ -185,10 +185,16 @@ class ModelRunner:
 
         Returns: what can be shown, and why the rest cannot.
         """
-        why_not = self._try_image(vision, max_tokens, most_bytes)
+        several = vision.of_kind("image").most > 1
+        together = self._try_images(vision, 2, max_tokens, most_bytes) if several else ""
+        alone = together or not several
+        why_not = self._try_images(vision, 1, max_tokens, most_bytes) if alone else ""
         if why_not:
             log.warning("%s takes no images: %s", self._name, why_not)
             return vision.without("image", why_not)
+        if together:
+            log.warning("%s takes one image a prompt: with two, %s", self._name, together)
+            vision = vision.with_one_image(f"with two, {together}")
         if vision.of_kind("video").why_not:
             return vision
         why_not = self._try_video(vision, max_tokens)
@@ -197,9 +203,12 @@ class ModelRunner:
             return vision.without("video", why_not)
         return vision
 
-    def _try_image(self, vision: Vision, max_tokens: int, most_bytes: int) -> str:
+    def _try_images(self, vision: Vision, number: int, max_tokens: int, most_bytes: int) -> str:
+        """Take a way for prompts with so many images. Return why there is none; empty if one is."""
+        # The second one has another size.
+        shown = [_noise(_TRIAL_PIXELS, _TRIAL_PIXELS * (1 + i), 3) for i in range(number)]
         try:
-            images = vision.read(vision.placeholder, [_noise(_TRIAL_PIXELS, _TRIAL_PIXELS, 3)])
+            images = vision.read(" and ".join([vision.placeholder] * number), shown, for_trial=True)
         except RequestError as error:
             return str(error)
         token_ids = {
@@ -226,9 +235,11 @@ class ModelRunner:
         return _reasons(wrong)
 
     def _try_video(self, vision: Vision, max_tokens: int) -> str:
-        frames = _noise(_TRIAL_FRAMES, _TRIAL_PIXELS, _TRIAL_PIXELS, 3)
+        # Each frame twice: a processor may leave out what does not change.
+        frames = _noise(_TRIAL_FRAMES // 2, _TRIAL_PIXELS, _TRIAL_PIXELS, 3).repeat(2, axis=0)
         try:
-            images = vision.read(vision.of_kind("video").placeholder, [], [frames])
+            placeholder = vision.of_kind("video").placeholder
+            images = vision.read(placeholder, [], [frames], for_trial=True)
         except RequestError as error:
             return str(error)
         whole = self.needs_whole_images
@@ -560,7 +571,7 @@ def _noise(*shape: int) -> npt.NDArray[np.uint8]:
 
 def _too_long(trial: Trial, max_tokens: int) -> str:
     return (
-        f"a small one takes {len(trial.token_ids)} tokens with some text, and max_model_len is "
+        f"the trial takes {len(trial.token_ids)} tokens with some text, and max_model_len is "
         f"{max_tokens}"
     )
 

@@ -1,8 +1,8 @@
 """What a model's encoder takes at its peak: found with small images, before there is a cache.
 
-An encoder has all of an image at once. Its bytes are counted operation by operation, for two small
-images, and from these for the largest image that a prompt can have: they grow with the values of
-its input, or with their square where attention keeps its scores.
+An encoder has all of an image at once, and all frames of a video. Its bytes are counted operation
+by operation, for two small images, and from these for the largest image that a prompt can have:
+they grow with the values of its input, or with their square where attention keeps its scores.
 """
 
 import logging
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,12 @@ from transformers import PreTrainedModel
 
 from quire.errors import one_line
 from quire.memory.budget import EncoderFootprint
-from quire.models.executors.image_features import Features, PromptImage, as_model_takes
+from quire.models.executors.image_features import (
+    Features,
+    Modality,
+    PromptImage,
+    encoded_by,
+)
 from quire.models.footprint import outlined
 from quire.models.loader import LoadedModel, processor_of
 from quire.models.vision import Vision
@@ -42,31 +48,53 @@ _SHAPES = (
     (800, 320),
 )
 _LARGE_SIDES = (896, 1792, 3584)
+_VIDEOS = ((4, 32, 32), (8, 32, 32), (4, 64, 64), (8, 128, 128))  # frames, width, height
 _FEWER_TOKENS = 1.5  # images of the same pixels may have: tokens of padding are left out
 
 
+def encoder_footprints(
+    vision: Vision, model: PreTrainedModel, max_tokens: int, *, video_tokens: int
+) -> dict[Modality, EncoderFootprint]:
+    """Return what the encoder takes for the largest image of a prompt, and for the largest video.
+
+    A prompt has ``max_tokens``; a video has ``video_tokens`` of them at most, or as many as the
+    largest image: no processor bounds its length. Nothing is returned of what cannot be shown.
+    """
+    found: dict[Modality, EncoderFootprint] = {}
+    images = encoder_footprint(vision, model, max_tokens)
+    if images is not None:
+        found["image"] = images
+        most = min(max_tokens, max(video_tokens, images.num_tokens))
+        videos = encoder_footprint(vision, model, most, "video")
+        if videos is not None:
+            found["video"] = videos
+    return found
+
+
 def encoder_footprint(
-    vision: Vision, model: PreTrainedModel, max_tokens: int
+    vision: Vision, model: PreTrainedModel, max_tokens: int, modality: Modality = "image"
 ) -> EncoderFootprint | None:
-    """Return what the encoder takes for the largest image of a prompt of ``max_tokens``.
+    """Return what the encoder takes for the largest image, or video, of ``max_tokens``.
 
     Some blank images go through the processor, one or two small ones through the encoder. Where
     that fails, a token's features are taken to be as wide as the model. None without an encoder.
     """
-    if vision.why_not:
+    if vision.of_kind(modality).why_not:
         return None
+    measure = _of_images if modality == "image" else _of_videos
     try:
-        found = _footprint(vision, model, max_tokens)
+        found = measure(vision, model, max_tokens)
     except Exception as error:  # of processors and encoders, which raise many kinds
-        said = "no memory is planned for the encoder of %s, which was not measured: %s"
-        log.warning(said, vision.name, one_line(error))
+        said = "no memory is planned for %ss in the encoder of %s, which was not measured: %s"
+        log.warning(said, modality, vision.name, one_line(error))
         width: int = model.config.get_text_config().hidden_size
         row_bytes = width * model.dtype.itemsize
         return EncoderFootprint(num_values=None, num_tokens=0, peak_bytes=0, row_bytes=row_bytes)
     log.info(
-        "the encoder of %s takes %s for the largest image, of %s tokens",
+        "the encoder of %s takes %s for the largest %s, of %s tokens",
         vision.name,
         format_bytes(found.peak_bytes),
+        modality,
         format_count(found.num_tokens),
     )
     return found
@@ -96,7 +124,7 @@ def image_of_files(
     return _read(vision, width, height), type(processor).__name__
 
 
-def _footprint(vision: Vision, model: PreTrainedModel, max_tokens: int) -> EncoderFootprint:
+def _of_images(vision: Vision, model: PreTrainedModel, max_tokens: int) -> EncoderFootprint:
     read = [_read(vision, *shape) for shape in _SHAPES]
     num_values, last_values = 0, max(image.num_values for image in read)
     for side in _LARGE_SIDES:
@@ -111,6 +139,22 @@ def _footprint(vision: Vision, model: PreTrainedModel, max_tokens: int) -> Encod
         last_values = image.num_values
     num_values = max(num_values, *(_most_values(image, max_tokens) for image in read))
     num_tokens = min(max_tokens, max(image.num_tokens for image in read))
+    return _grown(model, read, num_values, num_tokens)
+
+
+def _of_videos(vision: Vision, model: PreTrainedModel, max_tokens: int) -> EncoderFootprint:
+    """Of as many tokens as there may be, and of those that are read here: a longer one has more."""
+    read = [_read_video(vision, *shape) for shape in _VIDEOS]
+    num_tokens = max(max_tokens, *(video.num_tokens for video in read))
+    of_token = max(video.num_values / video.num_tokens for video in read)
+    num_values = max(int(of_token * num_tokens), *(video.num_values for video in read))
+    return _grown(model, read, num_values, num_tokens)
+
+
+def _grown(
+    model: PreTrainedModel, read: Sequence[PromptImage], num_values: int, num_tokens: int
+) -> EncoderFootprint:
+    """Encode the first one that was read, and the next larger one, and foretell the largest."""
     first = EncoderRun.of(model, read[0])
     larger = [image for image in read if image.num_values > first.num_values]
     peak_bytes = max(first.live_bytes)
@@ -137,6 +181,13 @@ def _read(vision: Vision, width: int, height: int) -> PromptImage:
     return image
 
 
+def _read_video(vision: Vision, frames: int, width: int, height: int) -> PromptImage:
+    placeholder = vision.of_kind("video").placeholder
+    blank = np.zeros((frames, height, width, 3), np.uint8)
+    [video] = vision.read(placeholder, [], [blank]).images
+    return video
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderRun:
     """The bytes of one image's way through an encoder."""
@@ -150,8 +201,7 @@ class EncoderRun:
         """Encode an image, and count. Raises: what encoders raise."""
         count = _LiveBytes()
         with torch.inference_mode(), count:
-            given = as_model_takes(image.inputs, model)
-            encoded = model.base_model.get_image_features(**given, return_dict=True)
+            encoded = encoded_by(model, image)
         features = Features.of(encoded, image.num_tokens)
         return cls(
             num_values=image.num_values,

@@ -39,6 +39,7 @@ class MediaKind:
 
     why_not: str = ""
     most: int = 0  # in a prompt
+    limited_by: str = "limit_mm_per_prompt"
     token_id: int = -1
     placeholder: str = ""  # what a prompt says where one goes
     input_names: tuple[str, ...] = ()  # of what its encoder and positions are made of
@@ -58,10 +59,13 @@ class Vision:
 
     name: str
     kinds: Mapping[Modality, MediaKind] = field(default_factory=lambda: MappingProxyType({}))
-    encoder: EncoderFootprint | None = None  # what the largest image takes
+    # What the largest image takes, and the largest video.
+    encoders: Mapping[Modality, EncoderFootprint] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
     chat_template: str | None = None  # if the processor has one, and the tokenizer none
     _processor: Any = None
-    _type_names: tuple[str, ...] = ()  # of the model's arguments
+    _taken: frozenset[str] = frozenset()  # the model's arguments
 
     @classmethod
     def of(cls, loaded: LoadedModel, most: Mapping[Modality, int]) -> "Vision":
@@ -92,7 +96,7 @@ class Vision:
             if getattr(loaded.tokenizer, "chat_template", None)
             else getattr(processor, "chat_template", None),
             _processor=processor,
-            _type_names=tuple(name for name in _TOKEN_TYPES if name in taken),
+            _taken=frozenset(taken),
         )
 
     @property
@@ -105,6 +109,18 @@ class Vision:
         """What a prompt says where an image goes."""
         return self.of_kind("image").placeholder
 
+    @property
+    def placeholders(self) -> dict[str, str]:
+        """Return what a prompt says where one goes, by the kinds that can be shown."""
+        if self.why_not:
+            return {}
+        return {modality: kind.placeholder for modality, kind in self.kinds.items()}
+
+    @property
+    def encoder(self) -> EncoderFootprint | None:
+        """Return what either takes at most, one at a time; None where neither can be shown."""
+        return EncoderFootprint.larger(*self.encoders.values()) if self.encoders else None
+
     def of_kind(self, modality: Modality) -> MediaKind:
         """Return what is known of images, or of videos."""
         return self.kinds.get(modality, _NO_KIND)
@@ -112,6 +128,11 @@ class Vision:
     def without(self, modality: Modality, why_not: str) -> "Vision":
         """Return one that shows none of a kind, for a reason."""
         return replace(self, kinds={**self.kinds, modality: MediaKind(why_not=why_not)})
+
+    def with_one_image(self, why: str) -> "Vision":
+        """Return one that shows one image a prompt, for a reason."""
+        alone = replace(self.of_kind("image"), most=1, limited_by=why)
+        return replace(self, kinds={**self.kinds, "image": alone})
 
     def check(self, modality: Modality = "image") -> None:
         """Raise RequestError if no image can be shown, or no video."""
@@ -122,11 +143,18 @@ class Vision:
     def check_number(self, number: int, modality: Modality = "image") -> None:
         """Raise RequestError if a prompt cannot have so many of a kind."""
         self.check(modality)
-        most = self.of_kind(modality).most
-        if number > most:
+        kind = self.of_kind(modality)
+        if number > kind.most:
             raise RequestError(
-                f"the prompt has {number} {modality}s, and may have {most} (limit_mm_per_prompt)"
+                f"the prompt has {number} {modality}s, and may have {kind.most} ({kind.limited_by})"
             )
+
+    def check_numbers(self, images: int, videos: int) -> None:
+        """Raise RequestError if a prompt cannot have so many of each."""
+        if images:
+            self.check_number(images)
+        if videos:
+            self.check_number(videos, "video")
 
     def read(
         self,
@@ -135,21 +163,20 @@ class Vision:
         videos: Sequence[Any] = (),
         *,
         add_special_tokens: bool = True,
+        for_trial: bool = False,
     ) -> PromptImages:
         """Return a prompt that has a placeholder for each image and video as tokens, with them.
 
         An image is one of Pillow's, or u8[height, width, 3]. A video is a list of such images, or
         u8[frames, height, width, 3]; or a pair of that and its metadata ("fps",
         "frames_indices"), without which a processor guesses when the frames were. All frames that
-        are given are shown. It takes as long as the processor.
+        are given are shown. It takes as long as the processor. ``for_trial``: what the processor
+        made of all together is returned too.
 
         Raises: RequestError.
         """
         shown: dict[Modality, list[Any]] = {"image": [], "video": []}
-        if given:
-            self.check_number(len(given))
-        if videos:
-            self.check_number(len(videos), "video")
+        self.check_numbers(len(given), len(videos))
         shown["image"] = [_picture(each, number) for number, each in enumerate(given)]
         shown["video"] = [_video(each, number) for number, each in enumerate(videos)]
         for modality, own in shown.items():
@@ -163,13 +190,11 @@ class Vision:
         made = self._made(text, shown, add_special_tokens=add_special_tokens)
         token_ids = made["input_ids"][0].tolist()
         if len(given) + len(videos) == 1:
-            only: Modality = "image" if given else "video"
-            images = [self._image(made, only)]
+            images = [self._image(made, "image" if given else "video", 0)]
         else:  # each as it is by itself, so that its name does not depend on the others
             images = self._in_order(text, shown)
-        for number, image in enumerate(images):
-            self._check_size(image, number)
-        return self._in_prompt(token_ids, images, made)
+        found = self._in_prompt(token_ids, images, made)
+        return replace(found, made=made) if for_trial else found
 
     def _in_order(self, text: str, shown: Mapping[Modality, Sequence[Any]]) -> list[PromptImage]:
         """Return what is shown, each as it is by itself, in the order of their placeholders."""
@@ -177,10 +202,10 @@ class Vision:
         for modality, several in shown.items():
             placeholder = self.of_kind(modality).placeholder
             place = -1
-            for each in several:
+            for number, each in enumerate(several):
                 place = text.index(placeholder, place + 1)
                 made = self._made(placeholder, {modality: [each]})
-                found.append((place, self._image(made, modality)))
+                found.append((place, self._image(made, modality, number)))
         return [image for _, image in sorted(found, key=lambda pair: pair[0])]
 
     def _in_prompt(
@@ -207,13 +232,19 @@ class Vision:
                 f"{self.name} wrote {written} placeholders for {len(images)} images, and "
                 f"{sum(image.num_tokens for image in images)} for each by itself"
             )
-        types = {
-            name: made[name][0].numpy().astype(np.int64)
-            for name in self._type_names
-            if name in made
+        of_tokens = {
+            name: torch.as_tensor(each)[0].numpy().astype(np.int64)
+            for name, each in made.items()
+            if name in self._taken and name.endswith("token_type_ids")
         }
+        types = {name: each for name, each in of_tokens.items() if name in _TOKEN_TYPES}
+        marks = {name: each for name, each in of_tokens.items() if name not in types}
         return PromptImages(
-            images=tuple(images), token_ids=tuple(token_ids), places=together, token_types=types
+            images=tuple(images),
+            token_ids=tuple(token_ids),
+            places=together,
+            token_types=types,
+            marks=marks,
         )
 
     def _made(
@@ -245,17 +276,23 @@ class Vision:
             raise RequestError(f"the {what} cannot be read: {one_line(error)}") from error
         return made
 
-    def _check_size(self, image: PromptImage, number: int) -> None:
-        most = None if self.encoder is None else self.encoder.num_values
-        # Memory is planned for images alone: of a video's length nothing is known before.
-        if most is not None and image.modality == "image" and image.num_values > most:
+    def _check_size(self, image: PromptImage, modality: Modality, number: int) -> None:
+        planned = self.encoders.get(modality)
+        most = None if planned is None else planned.num_values
+        if most is not None and image.num_values > most:
+            instead = (
+                "send a smaller one"
+                if modality == "image"
+                else "send fewer frames or smaller ones, or have the operator raise "
+                "max_num_batched_tokens"
+            )
             raise RequestError(
-                f"image number {number} is too large: {self.name} makes "
+                f"{modality} number {number} is too large: {self.name} makes "
                 f"{format_count(image.num_values)} values of it ({image.num_tokens} tokens), and "
-                f"memory is planned for {format_count(most)}: send a smaller one"
+                f"memory is planned for {format_count(most)}: {instead}"
             )
 
-    def _image(self, made: Mapping[str, Tensor], modality: Modality) -> PromptImage:
+    def _image(self, made: Mapping[str, Tensor], modality: Modality, number: int) -> PromptImage:
         """Return the one image or video of a processor's output.
 
         A processor may make images of a video's frames. Then they are read as one image.
@@ -268,12 +305,14 @@ class Vision:
             if num_tokens and kind.input_names[0] in made:
                 names = [name for name in kind.input_names if name in made]
                 inputs = {name: torch.as_tensor(made[name]) for name in names}
-                return PromptImage(
+                image = PromptImage(
                     content_id=_content_id(inputs),
                     inputs=inputs,
                     num_tokens=num_tokens,
                     modality=found,
                 )
+                self._check_size(image, modality, number)
+                return image
         raise RequestError(
             f"{type(self._processor).__name__} makes of a {modality} what no encoder of "
             f"{self.name} takes, or writes no {self.of_kind(modality).placeholder!r} for it"

@@ -1,5 +1,7 @@
 """Pictures in a request: their bytes, which come with it or are named by it, and their pixels.
 
+A video comes as the pictures of its frames.
+
 Requests that are under way cannot hold more pixels than the server allows.
 """
 
@@ -8,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.chat.conversation import ChatInput, ChatPrompt
-from quire.chat.picture_bounds import bad, data_of, open_pictures
+from quire.chat.picture_bounds import bad, count_shown, open_shown
 from quire.engine.prompts import ShownPrompt
 from quire.errors import RequestError
 from quire.server.request_context import RequestContext
@@ -36,15 +38,18 @@ async def shown_prompt(context: RequestContext, prompt: ChatPrompt, chat: ChatIn
     Raises: Refused; RequestError; ClientGone.
     """
     vision = context.service.engine.facts.vision
-    vision.check_number(len(prompt.images))
+    vision.check_numbers(*count_shown(prompt.images))
     fetched = await while_connected(context.http.receive, _fetched(context, prompt.images))
     num_bytes = sum(map(len, fetched.values()))
-    opened = await context.in_text_thread(_opened, prompt.images, fetched, num_bytes=num_bytes)
-    num_pixels = sum(picture.width * picture.height for picture in opened)
+    pictures, videos, num_pixels = await context.in_text_thread(
+        _opened, prompt.images, fetched, num_bytes=num_bytes
+    )
     context.until_answered.enter_context(context.service.admission.hold_pixels(num_pixels))
 
     def shown() -> ShownPrompt:
-        read = vision.read(prompt.text, opened, add_special_tokens=chat.add_special_tokens)
+        read = vision.read(
+            prompt.text, pictures, videos, add_special_tokens=chat.add_special_tokens
+        )
         return ShownPrompt(token_ids=read.token_ids, images=read)
 
     return await context.in_text_thread(shown, num_bytes=_COLOURS * num_pixels)
@@ -77,15 +82,12 @@ async def _fetched(context: RequestContext, addresses: Sequence[Any]) -> dict[in
         await asyncio.gather(*doing.values(), return_exceptions=True)
 
 
-def _opened(addresses: Sequence[Any], fetched: Mapping[int, bytes]) -> list[Any]:
+def _opened(
+    addresses: Sequence[Any], fetched: Mapping[int, bytes]
+) -> tuple[list[Any], list[Any], int]:
     """Open all pictures. Raises: Refused where Pillow is not installed; RequestError."""
     try:
-        return open_pictures(
-            [
-                fetched[number] if number in fetched else data_of(address, number)
-                for number, address in enumerate(addresses)
-            ]
-        )
+        return open_shown(addresses, fetched)
     except ModuleNotFoundError as error:
         raise Refused(
             501,

@@ -73,7 +73,7 @@ class Service:
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
             model_type=facts.model_type,
-            placeholder="" if facts.vision.why_not else facts.vision.placeholder,
+            placeholders=facts.vision.placeholders,
         )
         self.responses = Store(config.max_stored_response_bytes)
         self.background = Background(config.max_background_responses)

@@ -45,8 +45,7 @@ def test_a_folders_processor_says_it(
     each = said["images"]["each"]
     with llm_of(name) as llm:
         request = llm.request(shown(name, "@", picture(1, 90, 70)))
-        planned = llm.facts.vision.encoder
-    assert planned is not None
+        planned = llm.facts.vision.encoders["image"]
     assert each["num_tokens"] == len(request.prompt_token_ids)
     assert said["images"]["num_tokens"] == 2 * each["num_tokens"]
     assert each["row_bytes"] == planned.row_bytes

@@ -334,7 +334,9 @@ def _besides(needs: Needs) -> tuple[Term, ...]:
     source = needs.activation_source
     terms = [Term(label="activations", num_bytes=-needs.activation_bytes, source=source)]
     if needs.encoder_excess_bytes:
-        source = f"the largest image takes {format_bytes(needs.encoder_bytes)}, before a step"
+        source = (
+            f"the largest image or video takes {format_bytes(needs.encoder_bytes)}, before a step"
+        )
         terms.append(Term(label="encoder", num_bytes=-needs.encoder_excess_bytes, source=source))
     if needs.graph_bytes:
         source = "estimate for steps of max_num_seqs tokens"
@@ -430,12 +432,22 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderFootprint:
-    """What the largest image takes that a prompt can have, in the encoder and behind it."""
+    """What the largest image or video of a prompt takes, in the encoder and behind it."""
 
     num_values: int | None  # of the encoder's input; None: not measured
     num_tokens: int
     peak_bytes: int  # at the encoder's peak, besides weights
     row_bytes: int  # of one token's features, at all levels
+
+    @classmethod
+    def larger(cls, *several: "EncoderFootprint") -> "EncoderFootprint":
+        """Return what any of them takes at most, at least one; their inputs are not the same."""
+        return cls(
+            num_values=None,
+            num_tokens=max(each.num_tokens for each in several),
+            peak_bytes=max(each.peak_bytes for each in several),
+            row_bytes=max(each.row_bytes for each in several),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

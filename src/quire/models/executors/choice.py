@@ -164,7 +164,11 @@ class Trial:
         Raises: UnsupportedModel, with both figures.
         """
         expected = self._expected[: len(logits)]
-        deviations = (logits - expected).abs().amax(-1) / expected.abs().max()
+        # A model may say of some tokens that it never gives them: nothing is small beside that.
+        given = expected > torch.finfo(expected.dtype).min / 2
+        apart = torch.where(given, (logits - expected).abs(), 0.0)
+        apart = torch.where(given == (logits > torch.finfo(logits.dtype).min / 2), apart, torch.inf)
+        deviations = apart.amax(-1) / expected[given].abs().max()
         limit = max(limit_for(self._loaded.model.dtype), limit_for(self._kept_as))
         if self._exact:
             limit = _EXACT_WITH_SCANS if self._loaded.spec.recurrent_layers else _EXACT
@@ -224,7 +228,11 @@ class Trial:
 
 @final
 class ImageTrial(Trial):
-    """The same with an image amid text; a chunk ends in the image unless ``whole``."""
+    """The same with images amid text: a chunk ends before the first one, and one in the last one.
+
+    With ``whole`` one ends before the last one. So what stands around an image is computed apart
+    from it, and one image apart from another.
+    """
 
     def __init__(
         self, loaded: LoadedModel, images: PromptImages, kept_as: torch.dtype, *, whole: bool
@@ -236,9 +244,10 @@ class ImageTrial(Trial):
         half = len(text) // 2
         self.images = images.amid(text[:half], text[half:])
         self.token_ids, self.source = [*self.images.token_ids], None
-        middle = int(self.images.places[len(self.images.places) // 2])
+        last = self.images.places[-self.images.images[-1].num_tokens :]
+        cut = int(last[0 if whole else len(last) // 2])
         behind = len(self.token_ids) - len(text[half:]) // 2
-        self.stops = [half // 2 if whole else middle, behind, len(self.token_ids)]
+        self.stops = sorted({int(self.images.places[0]), cut, behind, len(self.token_ids)})
         self._past = 0
         self._loaded, self._kept_as, self._exact = loaded, kept_as, False
 
@@ -249,10 +258,11 @@ class ImageTrial(Trial):
         rounded = self._kept_as != model.dtype
         taken = [*inspect.signature(model.forward).parameters]
         ids = torch.tensor([images.token_ids])
+        of_tokens = {**images.token_types, **images.marks}
         given = {
+            **{name: each for name, each in images.made.items() if name != "input_ids"},
             "attention_mask": torch.ones_like(ids),
-            **{name: torch.from_numpy(each)[None] for name, each in images.token_types.items()},
-            **images.inputs([*images.images[0].inputs]),
+            **{name: torch.from_numpy(each)[None] for name, each in of_tokens.items()},
         }
         given = as_model_takes(given, model)
         # What it would keep of these positions for a text that goes on.

@@ -11,8 +11,8 @@ what is left is a shift.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, Literal, TypeAlias, final
 from weakref import WeakKeyDictionary
@@ -22,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from quire.models.weight_placement import device_of
 
@@ -56,6 +55,9 @@ class PromptImages:
     token_ids: tuple[int, ...]  # of the whole prompt
     places: NDArray[np.int64]  # of all placeholders, ascending
     token_types: Mapping[str, NDArray[np.int64]]  # what the processor calls each token: [P]
+    # What else the model takes of each token, as the kind of expert that it goes to: [P]
+    marks: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    made: Mapping[str, Tensor] = field(default_factory=dict)  # by the processor, for a trial alone
 
     @property
     def end(self) -> int:
@@ -70,6 +72,8 @@ class PromptImages:
             token_ids=(*before, *self.token_ids, *after),
             places=self.places + len(before),
             token_types={name: np.pad(each, around) for name, each in self.token_types.items()},
+            marks={name: np.pad(each, around) for name, each in self.marks.items()},
+            made=self.made,
         )
 
     def inputs(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -90,6 +94,14 @@ def as_model_takes(inputs: Mapping[str, Tensor], model: PreTrainedModel) -> dict
     }
 
 
+def encoded_by(model: PreTrainedModel, image: PromptImage) -> Any:
+    """Return what a model's encoder makes of an image or video. Raises: what it raises."""
+    encode = getattr(model.base_model, f"get_{image.modality}_features")
+    names = signature(encode).parameters
+    own = {name: each for name, each in image.inputs.items() if name in names}
+    return encode(**as_model_takes(own, model), return_dict=True)
+
+
 # -- features --------------------------------------------------------------------------------------
 
 # How a model wants to be given rows: one tensor of them, of images of them, or a list; or as its
@@ -97,12 +109,31 @@ def as_model_takes(inputs: Mapping[str, Tensor], model: PreTrainedModel) -> dict
 _Form: TypeAlias = Literal["rows", "images", "list", "hidden"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputForm:
+    """How a model's encoder gives what it made, and how the model wants it back."""
+
+    rows: _Form  # of the first level
+    kind: type[Any]  # a model may read further fields of its own, which are left empty
+
+    def filled(self, levels: Sequence[Tensor]) -> Any:
+        """Return rows [n, hidden] as the encoder would have returned them."""
+        first, *deeper = levels
+        if self.rows == "hidden":
+            return self.kind(last_hidden_state=first)
+        forms = {"rows": first, "images": first[None], "list": [first]}
+        given: dict[str, Any] = {"pooler_output": forms[self.rows]}
+        if deeper:
+            given["deepstack_features"] = [[rows] for rows in deeper]
+        return self.kind(**given)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Features:
     """What an encoder made of one image: a row for each placeholder, at one level or several."""
 
     levels: tuple[Tensor, ...]  # [n, hidden] each: the first is embedded, later ones go deeper
-    form: _Form  # of the first
+    form: OutputForm
 
     @classmethod
     def of(cls, encoded: Any, num_tokens: int) -> "Features":
@@ -111,6 +142,8 @@ class Features:
         form: _Form = "list"
         if first is None:
             first, form = encoded.last_hidden_state, "hidden"
+            if first is None:
+                raise ValueError("the encoder's output has neither pooled nor hidden states")
         elif isinstance(first, Tensor):
             form = "rows" if first.ndim == 2 else "images"
         deeper = getattr(encoded, "deepstack_features", None) or ()
@@ -121,7 +154,7 @@ class Features:
                     f"the encoder made {len(rows)} features of an image that has {num_tokens} "
                     f"tokens in the prompt"
                 )
-        return cls(levels=levels, form=form)
+        return cls(levels=levels, form=OutputForm(rows=form, kind=type(encoded)))
 
     @property
     def num_bytes(self) -> int:
@@ -133,13 +166,6 @@ def _rows(made: Any) -> Tensor:
     """Return one level as rows [n, hidden]."""
     parts = [made] if isinstance(made, Tensor) else [*made]
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-
-
-@dataclass
-class EncodedImages(BaseModelOutputWithPooling):
-    """An encoder's output as a model takes it, with what its deeper layers are given."""
-
-    deepstack_features: list[list[Tensor]] | None = None
 
 
 # -- a step's images -------------------------------------------------------------------------------
@@ -155,6 +181,7 @@ class ChunkImages:
     positions: Tensor  # i64[axes, n]
     token_types: Mapping[str, Tensor]  # i64[end of the chunk]: masks are found by positions
     embedded: Tensor | None  # [n, hidden], where ids would not say which tokens are placeholders
+    marks: Mapping[str, Tensor]  # i64[n]
 
 
 @final
@@ -162,7 +189,7 @@ class StepImages:
     """What a model is called with besides ids, for a step or for one of its chunks."""
 
     def __init__(
-        self, chunks: Sequence[ChunkImages], forms: Mapping[Modality, _Form], *, has_axes: bool
+        self, chunks: Sequence[ChunkImages], forms: Mapping[Modality, OutputForm], *, has_axes: bool
     ) -> None:
         self._chunks, self._forms, self._has_axes = chunks, forms, has_axes
 
@@ -183,28 +210,18 @@ class StepImages:
         embedded = [own.embedded for own in chunks if own.embedded is not None]
         if embedded:
             given |= {"input_ids": None, "inputs_embeds": torch.cat(embedded)[None]}
-        outputs: dict[str, EncodedImages] = {}
+        given |= {
+            name: torch.cat([own.marks[name] for own in chunks])[None] for name in chunks[0].marks
+        }
+        outputs: dict[str, Any] = {}
         for modality, form in self._forms.items():
             several = [own.levels[modality] for own in chunks if modality in own.levels]
             if several:
                 levels = [torch.cat(each) for each in zip(*several, strict=True)]
-                outputs[modality] = _encoded(levels, form)
+                outputs[modality] = form.filled(levels)
         if outputs:
             given["mm_encoder_outputs"] = outputs
         return given
-
-
-def _encoded(levels: Sequence[Tensor], form: _Form) -> EncodedImages:
-    """Return rows as an encoder would have returned them."""
-    first, *deeper = levels
-    if form == "hidden":
-        encoded = EncodedImages(last_hidden_state=first)
-    else:
-        forms = {"rows": first, "images": first[None], "list": [first]}
-        encoded = EncodedImages(pooler_output=forms[form])
-    if deeper:
-        encoded.deepstack_features = [[rows] for rows in deeper]
-    return encoded
 
 
 @final
@@ -218,10 +235,6 @@ class ImageEncoder:
         self, model: PreTrainedModel, token_ids: Mapping[Modality, int], most_bytes: int
     ) -> None:
         self._model, self._token_ids, self._most_bytes = model, token_ids, most_bytes
-        self._encoders: dict[Modality, Callable[..., Any]] = {
-            modality: getattr(model.base_model, f"get_{modality}_features")
-            for modality in token_ids
-        }
         self._kept: OrderedDict[str, Features] = OrderedDict()  # the latest use last
         self.kept_bytes = 0
         self.num_encoded = 0  # images
@@ -255,7 +268,6 @@ class ImageEncoder:
         """Drop the features, and the model."""
         self._kept.clear()
         self.kept_bytes = 0
-        self._encoders.clear()
         del self._model
 
     def _of_step(
@@ -277,7 +289,10 @@ class ImageEncoder:
             for image in (own.images if own else ())
             if image.content_id in used
         }
-        by_hidden = any(kind.form == "hidden" for kind in kinds.values())
+        by_hidden = any(kind.form.rows == "hidden" for kind in kinds.values())
+        marked = {
+            name for (start, _), own in pairs if own and start < own.end for name in own.marks
+        }
         parts: list[ChunkImages] = []
         begin = 0
         for ((start, stop), own), rows in zip(pairs, taken, strict=True):
@@ -302,6 +317,14 @@ class ImageEncoder:
                     positions=own_positions,
                     token_types=types,
                     embedded=self._embedded(token_ids[here], rows) if by_hidden else None,
+                    marks={
+                        name: torch.from_numpy(
+                            _up_to(own.marks[name], stop)[start:]
+                            if own and name in own.marks
+                            else np.zeros(stop - start, np.int64)
+                        ).to(token_ids.device)
+                        for name in sorted(marked)
+                    },
                 )
             )
         forms = {modality: kind.form for modality, kind in kinds.items()}
@@ -317,7 +340,7 @@ class ImageEncoder:
         """
         levels = [[rows[level] for rows in taken] for level in range(len(kind.levels))]
         strays = self._strays(token_ids, modality, taken)
-        if len(strays) and kind.form != "hidden":
+        if len(strays) and kind.form.rows != "hidden":
             row = self._model.get_input_embeddings()(token_ids[strays[:1]])
             levels[0].append(row.expand(len(strays), -1))
             for deeper in levels[1:]:
@@ -366,11 +389,7 @@ class ImageEncoder:
         if features is not None:
             self._kept.move_to_end(image.content_id)
             return features
-        encode = self._encoders[image.modality]
-        names = signature(encode).parameters
-        own = {name: each for name, each in image.inputs.items() if name in names}
-        encoded = encode(**as_model_takes(own, self._model), return_dict=True)
-        features = Features.of(encoded, image.num_tokens)
+        features = Features.of(encoded_by(self._model, image), image.num_tokens)
         self.num_encoded += 1
         self._kept[image.content_id] = features
         self.kept_bytes += features.num_bytes
