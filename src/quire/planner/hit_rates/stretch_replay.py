@@ -9,13 +9,16 @@ are remembered apart (``Ghosts``).
 what is found with what the engine's accounting finds.
 """
 
+from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from operator import xor
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.kv.eviction import Ghosts, Prints
 from quire.kv.order_trials import Order, OrderTrials
@@ -26,6 +29,7 @@ from quire.planner.hit_rates.prefix_tree import TELL_EVERY, OnRequest, Prompts
 _Piece: TypeAlias = tuple[int, int, int]  # blocks of a stretch: which, from where, up to where
 _Pieces: TypeAlias = list[_Piece]
 _LOW = 0xFFFF  # of a ghost's slot: the time
+_NONE: list[int] = []
 
 
 @final
@@ -112,11 +116,15 @@ class _PlacedGhosts:
         self.tick, self.one_in = like.tick, like.one_in
         self._reach = like.reach
         places, slots, tags = like.keys(prints)
-        self._places: list[int] = places.tolist()  # of the blocks that are remembered at all
-        self._slot_of, self._tag_of = slots.tolist(), tags.tolist()
-        # How many of these come before each place.
-        self._ranks: list[int] = np.searchsorted(places, np.arange(len(prints) + 1)).tolist()
-        self._slots = [0] * (1 + int(slots.max(initial=0)))
+        self._slot_of, self._tag_of = _numbers(slots), _numbers(tags)
+        # The places of the blocks that are remembered at all, and how many of them come before
+        # each place.
+        self._places: Sequence[int] = range(len(prints))
+        self._ranks: Sequence[int] = range(len(prints) + 1)
+        if self.one_in > 1:
+            ranks = np.searchsorted(places, np.arange(len(prints) + 1))
+            self._places, self._ranks = _numbers(places), _numbers(ranks)
+        self._slots = array("I", bytes(4 * (1 + int(slots.max(initial=0)))))
 
     def remember(self, begin: int, end: int, time: int) -> None:
         """Note when the blocks from one place up to another, which are evicted, were used last."""
@@ -143,6 +151,11 @@ class _PlacedGhosts:
         return [(place, max(0, now - age)) for place, age in ages if age <= self._reach]
 
 
+def _numbers(of: npt.NDArray[Any]) -> "array[int]":
+    """Return numbers below 2³² as an array of Python's, which is the quicker one item by item."""
+    return array("I", of.astype(np.uint32).tobytes())
+
+
 @final
 class _Cache:
     """Which stretches are cached, how far, and which of them go first."""
@@ -157,7 +170,7 @@ class _Cache:
         self._whole: _Pieces = [(stretch, 0, length) for stretch, length in enumerate(lengths)]
         # The uses before the last: of each stretch those of its last prompt, from the deepest
         # block on, and the place of its own first block among them.
-        self._before = [list[int]()] * len(lengths)
+        self._before = [_NONE] * len(lengths)
         self._first_at = [0] * len(lengths)
         self._new_from = [0] * len(lengths)  # the first block that was not hit yet
         self._order = order
@@ -196,6 +209,8 @@ class _Cache:
                 cached[stretch] = first
                 if first == begin:
                     pieces.pop()
+                    if not first:
+                        self._before[stretch] = _NONE  # of a long prompt, perhaps
                 else:
                     pieces[-1] = stretch, begin, first
                 remember(ends[stretch] - end, ends[stretch] - first, used)
