@@ -245,8 +245,16 @@ class Together:
         return self.costs.copy_s_per_byte / self.num
 
     @property
+    def save_s(self) -> float:
+        return self.costs.save_s / self.num
+
+    @property
     def save_s_per_byte(self) -> float:
         return self.costs.save_s_per_byte / self.num
+
+    @property
+    def load_s(self) -> float:
+        return self.costs.load_s / self.num
 
     @property
     def load_s_per_byte(self) -> float:

@@ -15,9 +15,10 @@ import numpy as np
 
 from quire.bench.load import vocabulary_of
 from quire.bench.workload import Vocabulary
+from quire.devices import choose_device
 from quire.engine.scheduling.step_costs import Clock
-from quire.kv import Accounting, CacheConfig, Copy, Storage, build_accounting, build_storage
-from quire.kv.layout import attention_groups
+from quire.engine.scheduling.swap_space import readable_tokens, slots_of
+from quire.kv import Accounting, CacheConfig, Copy, Fits, Storage, build_accounting, build_storage
 from quire.planner.simulation.cost_model import (
     RECORDED_TOKENS,
     Fit,
@@ -39,17 +40,22 @@ if TYPE_CHECKING:
 # is timed as a whole. It runs in storages of its own, in the engine's kind of memory.
 _MOST_BYTES = 32 * 2**20  # of a buffer, in all layers
 _NUM_STEPS = 12  # steps in which a buffer grows to that size
-_SWAPPED_TOKENS = 512
+_SWAPPED_TOKENS = (16, 64, 192, 512)  # of a sequence
 _ROUNDS = 4  # the first one is a warm-up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPrices:
-    """Seconds of copies; ``copy_s`` is the constant part of a copy in one layer."""
+    """Seconds of copies.
+
+    ``copy_s`` is the constant part of a copy in one layer, and those of swapping are a sequence's.
+    """
 
     copy_s: float
     copy_s_per_byte: float
+    save_s: float
     save_s_per_byte: float
+    load_s: float
     load_s_per_byte: float
 
 
@@ -57,9 +63,14 @@ def price_copies(llm: "LLM", clock: Clock) -> CopyPrices:
     """Time copies and swapping on this machine, with this model's layers."""
     longest = min(llm.max_model_len, max(1, _MOST_BYTES // max(1, llm.spec.bytes_per_token)))
     copy_s, copy_s_per_byte = _growing(llm, longest, clock)
-    save, load = _swapping(llm, min(longest, _SWAPPED_TOKENS), clock)
+    save, load = _swapping(llm, longest, clock)
     return CopyPrices(
-        copy_s=copy_s, copy_s_per_byte=copy_s_per_byte, save_s_per_byte=save, load_s_per_byte=load
+        copy_s=copy_s,
+        copy_s_per_byte=copy_s_per_byte,
+        save_s=save[0],
+        save_s_per_byte=save[1],
+        load_s=load[0],
+        load_s_per_byte=load[1],
     )
 
 
@@ -83,41 +94,54 @@ def _growing(llm: "LLM", longest: int, clock: Clock) -> tuple[float, float]:
                     seconds.append(took_s)
             accounting.free(number)
             storage.apply(accounting.drain())
-    if not rows:  # no layer of this model grows
+    return _each_and_per_byte(rows, seconds)
+
+
+def _each_and_per_byte(rows: list[tuple[int, int]], seconds: list[float]) -> tuple[float, float]:
+    """Fit what each copy takes, and each byte, to rows of copies and their bytes."""
+    if not rows:  # no layer of this model grows, or is swapped
         return 0.0, 0.0
     # The fastest of each size: a copy is short, and a disturbance takes longer.
     sizes = sorted(set(rows))
     least = np.array([min(s for r, s in zip(rows, seconds, strict=True) if r == z) for z in sizes])
     matrix, scale = np.array(sizes, float) / least[:, None], np.array([1.0, 1e6])
-    copy_s, copy_s_per_byte = nonnegative_least_squares(matrix / scale, np.ones(len(sizes))) / scale
-    return float(copy_s), float(copy_s_per_byte)
+    each_s, s_per_byte = nonnegative_least_squares(matrix / scale, np.ones(len(sizes))) / scale
+    return float(each_s), float(s_per_byte)
 
 
-def _swapping(llm: "LLM", num_tokens: int, clock: Clock) -> tuple[float, float]:
-    import torch
+def _swapping(
+    llm: "LLM", longest: int, clock: Clock
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return what swapping a sequence out takes, and a byte of it; and the same for swapping in."""
+    from quire.engine.kv_cache import KVCache
+    from quire.engine.swap.kv_mover import make_mover
 
-    save_s, load_s, num_bytes = list[float](), list[float](), 0
-    with _pair(llm, "paged", num_tokens, 1) as (accounting, storage):
+    rows: list[tuple[int, int]] = []  # one sequence, its bytes
+    save_s, load_s = list[float](), list[float]()
+    folder, device = llm.config.swap_path, choose_device(llm.config.device)
+    with _pair(llm, "paged", longest, 1) as pair:
+        accounting, kv = pair[0], KVCache(lambda: pair)
+        mover = make_mover(kv, folder, longest, device, clock)
         accounting.add(0)
-        accounting.try_extend(0, num_tokens)
-        storage.apply(accounting.drain())
-        places = [
-            (layer, torch.from_numpy(accounting.slots(number, 0, 0, num_tokens)))
-            for number, group in enumerate(attention_groups(accounting.groups))
-            for layer in group.layers
-        ]
-        for _ in range(_ROUNDS):
-            begin_s = clock()
-            saved = [storage.save(layer, slots) for layer, slots in places]
-            middle_s = clock()
-            for (layer, slots), parts in zip(places, saved, strict=True):
-                storage.load(layer, slots, parts)
-            save_s.append(middle_s - begin_s)
-            load_s.append(clock() - middle_s)
-            num_bytes = sum(part.nbytes for parts in saved for part in parts)
-    if not num_bytes:
-        return 0.0, 0.0
-    return min(save_s) / num_bytes, min(load_s) / num_bytes
+        for num_tokens in sorted({min(longest, each) for each in _SWAPPED_TOKENS}):
+            accounting.try_extend(0, num_tokens)
+            kv.carry_out()
+            tokens = readable_tokens(accounting.groups, 0, num_tokens)
+            slots = [slots_of(accounting, number, 0, own) for number, own in enumerate(tokens)]
+            for _ in range(_ROUNDS):
+                begun = mover.timer.begin()
+                mover.save(0, slots)
+                mover.timer.end(begun, save_s.append)
+                begun = mover.timer.begin()
+                size = mover.put_back(0, slots, [0] * len(slots))
+                mover.timer.end(begun, load_s.append)
+                mover.drop([0])
+                rows.append((1, size))
+        mover.timer.settle(wait=True)
+        mover.close()
+    if not all(size for _, size in rows):
+        return (0.0, 0.0), (0.0, 0.0)
+    return _each_and_per_byte(rows, save_s), _each_and_per_byte(rows, load_s)
 
 
 @contextmanager
@@ -149,7 +173,8 @@ _DECODES = 12  # decoding steps per point
 # The engine records a step of up to 128 tokens when 24 of its size have run.
 _SIZES = (1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), 80, 96, 112, RECORDED_TOKENS)
 _TIMES = 25
-_MOST_LATE = 8  # most sequences that start one by one
+_MOST_LATE = 8  # most sequences that start one by one, or end so
+_MOST_SHORT = 200  # tokens of a prompt where room is short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +182,13 @@ class CostPoint:
     """A point of the grid: sequences that run side by side, with prompts of one length.
 
     With ``comes_late`` each step starts one more, so that some compute prompts while others decode.
+    With ``lacks_room`` they end one by one, while a longer one waits for their memory.
     """
 
     num_sequences: int
     prompt_tokens: int
     comes_late: bool = False
+    lacks_room: bool = False
 
 
 def grid(max_num_seqs: int, max_model_len: int, room_tokens: int) -> list[CostPoint]:
@@ -174,8 +201,10 @@ def grid(max_num_seqs: int, max_model_len: int, room_tokens: int) -> list[CostPo
         and context + _most_decodes(batch) + 1 <= max_model_len
         and batch * (context + _most_decodes(batch) + 16) <= room_tokens
     ]
-    late = [replace(p, comes_late=True) for p in points if 2 <= p.num_sequences <= _MOST_LATE]
-    return points + late
+    few = [p for p in points if 2 <= p.num_sequences <= _MOST_LATE]
+    late = [replace(p, comes_late=True) for p in few]
+    short = [replace(p, lacks_room=True) for p in few if p.prompt_tokens <= _MOST_SHORT]
+    return points + late + short
 
 
 def _most_decodes(num_sequences: int) -> int:
@@ -225,7 +254,7 @@ def calibrate(
     every = product(range(num_unmeasured + rounds), points)
     for done, (number, point) in enumerate(every):
         report(done, total)
-        steps = list(_steps(llm, point, vocabulary, rng, clock))
+        steps = list(steps_of(llm, point, vocabulary, rng, clock))
         if number >= num_unmeasured:
             measured += steps
     report(total, total)
@@ -267,16 +296,18 @@ def timed_steps(llm: "LLM", clock: Clock) -> Iterator[tuple[StepWork, float]]:
         llm.engine.watch = watch
 
 
-def _steps(
+def steps_of(
     llm: "LLM", point: CostPoint, vocabulary: Vocabulary, rng: np.random.Generator, clock: Clock
 ) -> Iterator[tuple[StepWork, float]]:
+    """Run a point of the grid; yields the work and the seconds of each step."""
+    if point.lacks_room:
+        yield from _steps_short_of_room(llm, point, vocabulary, rng, clock)
+        return
     num_tokens = (_most_decodes(point.num_sequences) if point.comes_late else _DECODES) + 1
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
 
     def start(count: int) -> None:
         for _ in range(count):
-            prompt = vocabulary.draw(rng, point.prompt_tokens)
-            llm.start(llm.request(prompt, params), lambda _: None)
+            _start(llm, vocabulary.draw(rng, point.prompt_tokens), num_tokens)
 
     started = 1 if point.comes_late else point.num_sequences
     start(started)
@@ -285,3 +316,31 @@ def _steps(
         if started < point.num_sequences:
             start(1)
             started += 1
+
+
+def _steps_short_of_room(
+    llm: "LLM", point: CostPoint, vocabulary: Vocabulary, rng: np.random.Generator, clock: Clock
+) -> Iterator[tuple[StepWork, float]]:
+    """Whenever a sequence ends, planning looks anew whether the one that waits has room."""
+    lengths = range(2, 2 + point.num_sequences)  # of their outputs
+    for num_tokens in lengths:
+        _start(llm, vocabulary.draw(rng, point.prompt_tokens), num_tokens)
+    accounting, capacity_bytes = llm.accounting, llm.accounting.ceiling.capacity_bytes
+    steps = timed_steps(llm, clock)
+    while llm.engine.scheduler.num_waiting:  # until all have their prompts
+        yield next(steps)
+    longest = point.prompt_tokens + np.array(lengths)
+    most = max(accounting.held_bytes, int(accounting.bytes_alone(longest, longest).sum()))
+    newcomer = min(int(longest.sum()) * 3 // 4, llm.max_model_len - 1)
+    llm.resize(most)
+    try:
+        if isinstance(accounting.could_hold(newcomer + 1), Fits):
+            _start(llm, vocabulary.draw(rng, newcomer), 2)
+        yield from steps
+    finally:
+        llm.resize(capacity_bytes)
+
+
+def _start(llm: "LLM", prompt: list[int], num_tokens: int) -> None:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    llm.start(llm.request(prompt, params), lambda _: None)

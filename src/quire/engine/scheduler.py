@@ -174,7 +174,11 @@ class Scheduler:
             if step.takes_in_text:  # a waiting sequence may find more of its prompt next time
                 self._refusal = None
             if step.chunks or not self._give_way():
-                return StepPlan.of(step.chunks, saves=self._drain_saves())
+                return StepPlan.of(
+                    step.chunks,
+                    saves=self._drain_saves(),
+                    num_outlooks=self._admission.num_outlooks,
+                )
 
     def update(self, plan: StepPlan, sampled: Several[Sampled]) -> list[TokenOutput]:
         """Append the sampled tokens (of each of ``plan.draws``) and free what has ended."""

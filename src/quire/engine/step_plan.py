@@ -89,15 +89,19 @@ class StepPlan:
     """One forward pass, whose logits have each chunk's rows in order.
 
     ``saves`` are copied to swap before storage carries out the changes for the plan.
+    ``num_outlooks``: how often planning has worked out what all running sequences will need.
     """
 
     chunks: tuple[Chunk, ...]
     draws: tuple[Draw, ...]
     prompt_rows: tuple[PromptRows, ...]
     saves: tuple[Save, ...] = ()
+    num_outlooks: int = 0
 
     @classmethod
-    def of(cls, chunks: Iterable[Chunk], saves: tuple[Save, ...] = ()) -> "StepPlan":
+    def of(
+        cls, chunks: Iterable[Chunk], saves: tuple[Save, ...] = (), num_outlooks: int = 0
+    ) -> "StepPlan":
         """Make a plan of chunks, with the draws and prompt rows that follow from them."""
         several = tuple(chunks)
         draws: list[Draw] = []
@@ -125,7 +129,13 @@ class StepPlan:
                 draws.append(Draw(sequence=sequence, row=first, drafts=chunk.drafts))
                 if sequence.siblings:
                     draws += [Draw(sequence=sibling, row=first) for sibling in sequence.siblings]
-        return cls(chunks=several, draws=tuple(draws), prompt_rows=tuple(prompt_rows), saves=saves)
+        return cls(
+            chunks=several,
+            draws=tuple(draws),
+            prompt_rows=tuple(prompt_rows),
+            saves=saves,
+            num_outlooks=num_outlooks,
+        )
 
     @property
     def num_tokens(self) -> int:

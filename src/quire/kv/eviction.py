@@ -148,8 +148,8 @@ class Ghosts:
         self._last = np.uint32(slots - 1)  # there are a power of two of them
         # A power of two, so that the clock can be set back by one without moving the ticks.
         self.tick = 1 << max(0, min(14, (num_blocks // _TICKS).bit_length()))
-        self._reach = _GHOST_REACH * num_blocks
-        self.one_in = 1 << max(0, (self._reach // slots).bit_length() - 1)
+        self.reach = _GHOST_REACH * num_blocks
+        self.one_in = 1 << max(0, (self.reach // slots).bit_length() - 1)
         self._mask = np.uint32(self.one_in - 1)  # prints with none of these bits are remembered
         self._had_ended: Bools | None = None  # of slots, once clients say so
 
@@ -192,10 +192,16 @@ class Ghosts:
         if not len(known):
             return NO_IDS, _NO_TIMES
         ages = ((now // self.tick - found[known].astype(np.int64)) & 0xFFFF) * self.tick
-        near = (ages <= self._reach).nonzero()[0]
+        near = (ages <= self.reach).nonzero()[0]
         known = known[near]
         times = np.maximum(now - ages[near], 0)
         return known if sampled is None else sampled[known], times
+
+    def keys(self, prints: Prints) -> tuple[Ids, Prints, Prints]:
+        """Return which of these contents are remembered at all, by place, their slots and tags."""
+        sampled = (prints & self._mask == 0).nonzero()[0]
+        prints = prints[sampled]
+        return sampled, self._place(prints), (prints | _LEAST_TAG) & ~_LOW
 
     def _place(self, prints: Prints) -> npt.NDArray[np.uint32]:
         places: npt.NDArray[np.uint32] = prints * _SPREAD >> _SHIFT & self._last

@@ -191,6 +191,17 @@ def test_a_long_trace_is_found_the_same_without_the_core(monkeypatch: pytest.Mon
         assert PolicyReplay(prompts).hits(60, policy) == core_hits(prompts, 60, policy) > 0
 
 
+def test_an_order_takes_the_seat_and_leaves_it_as_in_the_core() -> None:
+    """Prompts come round and round, too many for the cache; then half of them come no more."""
+    rng = np.random.default_rng(4)
+    circle = [[n, 1000 + n, 2000 + n] for n in range(70)]
+    drifting = [[n // 3, 3000 + n] for n in rng.integers(0, 150, 500).tolist()]
+    prompts = prompts_of(request(ids) for ids in (*circle * 8, *drifting, *circle * 2))
+    found = PolicyReplay(prompts).hits(60, "choice")
+    assert found == core_hits(prompts, 60, "choice")
+    assert found > 2 * lru_hits(prompts, [60])[0]
+
+
 @given(requests=traffic(most=6, longest=4, kinds=2), size=st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
 def test_nothing_finds_more_than_the_optimum(requests: list[TraceRequest], size: int) -> None:

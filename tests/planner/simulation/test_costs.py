@@ -31,6 +31,7 @@ TRUTH = FittedCosts(
     sequence_s=1e-4,
     sample_s=2e-5,
     prompt_s=3e-4,
+    outlook_s=4e-4,
     token_s=1e-4,
     next_token_s=5e-5,
     further_token_s=3e-5,
@@ -48,8 +49,9 @@ def works(rng: np.random.Generator, count: int = 400) -> list[StepWork]:
         context = float(rng.integers(8, 2000))
         sampled = int(rng.integers(0, sequences + 1))
         prompts = int(rng.integers(0, sequences + 1))
+        outlooks = int(rng.integers(0, 2))
         read, attended = sequences * context, tokens * context
-        made.append(StepWork(tokens, sequences, sampled, read, attended, prompts))
+        made.append(StepWork(tokens, sequences, sampled, read, attended, prompts, outlooks))
     return made
 
 

@@ -43,6 +43,7 @@ class Admission:
         # to their limits at once.
         self._outlook: Outlook | None = None
         self._outlook_of = (0, 0)
+        self.num_outlooks = 0  # in this plan
         self._more_at_worst = 0.0
         self._num_expected = 0  # sequences in that outlook
         self._own_part = 1.0  # of the bytes that a sequence holds: it shares the rest
@@ -59,7 +60,7 @@ class Admission:
     def begin_plan(self) -> None:
         """Forget what the last plan has worked out."""
         self.company.note_step()
-        self._outlook = None
+        self._outlook, self.num_outlooks = None, 0
         self._asked.clear()
         self._held_back.clear()
         self._held_back_bytes = self._held_back_most_bytes = 0
@@ -175,6 +176,7 @@ class Admission:
             if not len(running.count):
                 return None
             self._asked.clear()
+            self.num_outlooks += 1
             there = running.only(running.has_room)
             self._outlook, self._outlook_of = (
                 Outlook(

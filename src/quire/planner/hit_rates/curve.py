@@ -2,8 +2,8 @@
 
 ``hit_rate_curve(open_trace(path), [10**6, 4 * 10**6])`` does all of it. A miss has one of three
 reasons: no earlier prompt had the tokens (cold), the cache had evicted them, or they fill no block
-(partial). LRU is computed for all sizes in one pass, the other policies by the engine's own code
-for them, and the optimum knows the future.
+(partial). LRU is computed for all sizes in one pass, the engine's other orders by stretches of
+blocks, policies of other packages by their own code, and the optimum knows the future.
 
 A request takes no time here, and only prompts are cached. An engine holds the blocks of several
 requests at once, which leaves fewer to hit, and caches answers too, which the next turn of a

@@ -1,27 +1,37 @@
 """Replay prompts through an eviction policy alone, without an accounting around it.
 
-The policy is the engine's own, and it is asked what an engine asks it: a prompt holds its cached
-blocks, the policy evicts as many as the others need, and the prompt lets go of all, the deepest
-block first. What is left out is what costs the time: no token is hashed, no block table is kept, no
-page is committed. A block's number in the tree of prompts is its id, so a pool has an id for each
-block of the trace, and a fingerprint is looked up by it.
+The engine's own orders are replayed by stretches (``stretch_replay``), any other policy by its
+blocks. It is asked what an engine asks it: a prompt holds its cached blocks, the policy evicts as
+many as the others need, and the prompt lets go of all, the deepest block first. What is left out is
+what costs the time: no token is hashed, no block table is kept, no page is committed. A block's
+number in the tree of prompts is its id, so a pool has an id for each block of the trace, and a
+fingerprint is looked up by it.
 
 A test compares what is found with what the engine's accounting finds.
 """
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import final
+from typing import Final, final
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.kv import EVICTION_POLICIES, HeedsEnds, PolicyPool
+from quire.kv.eviction import MakePolicy, bip, choice, lru2
+from quire.kv.order_trials import Order
 from quire.planner.hit_rates.prefix_tree import TELL_EVERY, OnRequest, Prompts
+from quire.planner.hit_rates.stretch_replay import StretchReplay
 
 _Ids = npt.NDArray[np.intp]
 _ROOT_PRINT = crc32(b"()")  # of a prefix index whose root has no keys
+# The policies that are replayed by stretches: their order, and whether others are on trial.
+_OWN: Final = (
+    (choice, Order.LAST, True),
+    (lru2, Order.LAST_BUT_ONE, False),
+    (bip, Order.NEWCOMERS, False),
+)
 _KEPT_IDS = 1 << 24  # of prompts' paths: more are made anew for each replay
 
 
@@ -33,9 +43,6 @@ class PolicyReplay:
         self._prompts = prompts
         self._num_blocks = prompts.num_blocks_of_each()
         self._numbers = np.arange(prompts.num_blocks - 1, -1, -1, dtype=np.intp)  # falling
-        self._paths: list[_Ids] | None = None
-        if sum(self._num_blocks) <= _KEPT_IDS:
-            self._paths = [self._make_path(each) for each in range(prompts.num_requests)]
 
     def hits(
         self,
@@ -53,8 +60,27 @@ class PolicyReplay:
 
         Raises: ConfigError for an unknown policy.
         """
-        prompts = self._prompts
-        order = EVICTION_POLICIES.find(policy, "policy")(self._pool(num_blocks))
+        make = EVICTION_POLICIES.find(policy, "policy")
+        for own, order, with_trials in _OWN:
+            if make is own and not ended:
+                return self._stretches.hits(
+                    num_blocks,
+                    order,
+                    on_request,
+                    with_trials=with_trials,
+                    first_counted=first_counted,
+                )
+        return self._hits(num_blocks, make, on_request, first_counted, ended)
+
+    def _hits(
+        self,
+        num_blocks: int,
+        make: MakePolicy,
+        on_request: OnRequest,
+        first_counted: int,
+        ended: Sequence[bool],
+    ) -> int:
+        prompts, order = self._prompts, make(self._pool(num_blocks))
         cached = np.zeros(prompts.num_blocks, bool)
         room, clock, hit_tokens = num_blocks, 0, 0
         for request, length in enumerate(self._num_blocks):
@@ -100,7 +126,14 @@ class PolicyReplay:
         )
 
     def _path(self, request: int) -> _Ids:
-        return self._make_path(request) if self._paths is None else self._paths[request]
+        paths = self._paths
+        return self._make_path(request) if paths is None else paths[request]
+
+    @cached_property
+    def _paths(self) -> list[_Ids] | None:
+        if sum(self._num_blocks) > _KEPT_IDS:
+            return None
+        return [self._make_path(each) for each in range(self._prompts.num_requests)]
 
     def _make_path(self, request: int) -> _Ids:
         """Return the ids of a prompt's blocks, the deepest first."""
@@ -111,6 +144,10 @@ class PolicyReplay:
             parts.append(numbers[stop - prompts.lengths[end] : stop])
             end = parents[end]
         return parts[0] if len(parts) == 1 else np.concatenate([numbers[:0], *parts])
+
+    @cached_property
+    def _stretches(self) -> StretchReplay:
+        return StretchReplay(self._prompts, self._prints)
 
     @cached_property
     def _prints(self) -> npt.NDArray[np.uint32]:

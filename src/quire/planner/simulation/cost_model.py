@@ -30,7 +30,8 @@ class StepWork(NamedTuple):
     num_sampled: int  # sequences whose next token is sampled
     num_read: float  # entries of keys and values that attention reads
     num_attended: float  # pairs of a token and an entry that it attends to
-    num_prompts: int = 0  # chunks of several tokens
+    num_prompts: int = 0  # chunks of several tokens, or behind tokens that come back from swap
+    num_outlooks: int = 0  # how often planning worked out what all will need
 
 
 @final
@@ -61,11 +62,19 @@ class Reach:
         num_tokens = num_prompts = 0
         for chunk in plan.chunks:
             num_tokens += chunk.stop - chunk.start
-            num_prompts += chunk.stop - chunk.start > 1
+            num_prompts += chunk.stop - chunk.start > 1 or chunk.num_restored > 0
             more_read, more_attended = self.of_range(chunk.start, chunk.stop)
             read, attended = read + more_read, attended + more_attended
         sampled = {draw.sequence.seq_id for draw in plan.draws}
-        return StepWork(num_tokens, len(plan.chunks), len(sampled), read, attended, num_prompts)
+        return StepWork(
+            num_tokens,
+            len(plan.chunks),
+            len(sampled),
+            read,
+            attended,
+            num_prompts,
+            plan.num_outlooks,
+        )
 
     def of_range(self, start: int, stop: int) -> tuple[float, float]:
         """Count the entries that tokens [start, stop) of a sequence read, and their pairs."""
@@ -101,8 +110,18 @@ class StepCosts(Protocol):
         ...
 
     @property
+    def save_s(self) -> float:
+        """Return the seconds per sequence of swapping out."""
+        ...
+
+    @property
     def save_s_per_byte(self) -> float:
         """Return the seconds per byte of swapping out."""
+        ...
+
+    @property
+    def load_s(self) -> float:
+        """Return the seconds per sequence of swapping in."""
         ...
 
     @property
@@ -135,6 +154,7 @@ def features(work: StepWork) -> tuple[float, ...]:
         float(work.num_sequences),
         float(work.num_sampled),
         float(work.num_prompts),
+        float(work.num_outlooks),
         float(min(tokens, FEW_TOKENS)),
         float(min(max(tokens - FEW_TOKENS, 0), SOME_TOKENS - FEW_TOKENS)),
         float(min(max(tokens - SOME_TOKENS, 0), RECORDED_TOKENS - SOME_TOKENS)),
@@ -154,6 +174,7 @@ class FittedCosts:
     sequence_s: float = 0.0
     sample_s: float = 0.0
     prompt_s: float = 0.0  # a chunk of several tokens
+    outlook_s: float = 0.0  # planning works out what all will need, as one waits for memory
     token_s: float = 0.0  # of the first FEW_TOKENS of a step
     next_token_s: float = 0.0  # of those up to SOME_TOKENS
     further_token_s: float = 0.0  # of those up to RECORDED_TOKENS
@@ -162,7 +183,9 @@ class FittedCosts:
     attended_s: float = 0.0  # per pair of a token and an entry
     copy_s: float = 0.0  # per layer of a copy
     copy_s_per_byte: float = 0.0
+    save_s: float = 0.0  # per sequence that is swapped out
     save_s_per_byte: float = 0.0
+    load_s: float = 0.0  # per sequence that is swapped in
     load_s_per_byte: float = 0.0
     about: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -174,6 +197,7 @@ class FittedCosts:
             + self.sequence_s * work.num_sequences
             + self.sample_s * work.num_sampled
             + self.prompt_s * work.num_prompts
+            + self.outlook_s * work.num_outlooks
             + self.token_s * min(tokens, FEW_TOKENS)
             + self.next_token_s * min(max(tokens - FEW_TOKENS, 0), SOME_TOKENS - FEW_TOKENS)
             + self.further_token_s
@@ -214,7 +238,7 @@ class FittedCosts:
 
 # The order of ``features``.
 COEFFICIENTS = (
-    *("step_s", "long_step_s", "sequence_s", "sample_s", "prompt_s"),
+    *("step_s", "long_step_s", "sequence_s", "sample_s", "prompt_s", "outlook_s"),
     *("token_s", "next_token_s", "further_token_s", "long_token_s", "read_s", "attended_s"),
 )
 
@@ -323,8 +347,16 @@ class RooflineCosts:
         return 2 / self.bytes_per_s  # a copy reads and writes
 
     @property
+    def save_s(self) -> float:
+        return 0.0
+
+    @property
     def save_s_per_byte(self) -> float:
         return 1 / self.host_bytes_per_s
+
+    @property
+    def load_s(self) -> float:
+        return 0.0
 
     @property
     def load_s_per_byte(self) -> float:
@@ -401,7 +433,7 @@ def fit(measured: Sequence[tuple[StepWork, float]]) -> Fit:
 
 def _kind(work: StepWork) -> tuple[int, ...]:
     context = round(_ALIKE * log2(max(1.0, work.num_read)))
-    return work.num_tokens, work.num_sequences, work.num_sampled, context
+    return work.num_tokens, work.num_sequences, work.num_sampled, work.num_outlooks, context
 
 
 def _solve(rows: Array, seconds: Array, weights: Array) -> Array:

@@ -153,22 +153,30 @@ class ForeseenTokens:
 
 @final
 class VirtualSwap:
-    """Swapping that only takes time and never fails."""
+    """Swapping that only takes time and never fails; the scheduler hears of it as in an engine."""
 
-    def __init__(self, accounting: Accounting, costs: StepCosts, clock: VirtualClock) -> None:
+    def __init__(
+        self, accounting: Accounting, costs: StepCosts, clock: VirtualClock, known: Costs
+    ) -> None:
         self._groups = accounting.groups
-        self._costs, self._clock = costs, clock
+        self._costs, self._clock, self._known = costs, clock, known
 
     def save(self, saves: Iterable[Save]) -> list[Sequence]:
         """Swap sequences out. Returns: those that could not be, of which there are none."""
         for save in saves:
-            self._clock.now_s += save.num_bytes * self._costs.save_s_per_byte
+            seconds = self._costs.save_s + save.num_bytes * self._costs.save_s_per_byte
+            self._clock.now_s += seconds
+            self._known.note_saved(save.num_bytes, seconds)
         return []
 
     def load(self, chunk: Chunk) -> bool:
         """Swap a sequence in. Returns: True, since it never fails."""
         tokens = readable_tokens(self._groups, chunk.start - chunk.num_restored, chunk.start)
-        self._clock.now_s += num_bytes(self._groups, tokens) * self._costs.load_s_per_byte
+        size = num_bytes(self._groups, tokens)
+        if size:
+            seconds = self._costs.load_s + size * self._costs.load_s_per_byte
+            self._clock.now_s += seconds
+            self._known.note_loaded(size, seconds)
         return True
 
     def forget(self, seq_ids: Iterable[int]) -> None:
@@ -214,7 +222,7 @@ def virtual_engine(
         cache,
         VirtualRunner(Reach(accounting.groups), costs, clock),
         ForeseenTokens(),
-        swap=VirtualSwap(accounting, costs, clock) if swap_bytes else None,
+        swap=VirtualSwap(accounting, costs, clock, known) if swap_bytes else None,
         clock=clock,
     )
     return engine, cache
