@@ -9,6 +9,10 @@ seat to LRU, until its share has paid the debt.
 
 So what all trials lose against LRU is bounded by the stakes, the shares, the last prompt of each
 trial, and what is lost on the way back to LRU's own blocks, which is paid out too.
+
+Pools of the same traffic tell each other what they found (``evidence``). Their shadows are a larger
+sample than one's own, and what their trials have earned stands good for this one's: by so much more
+an account may be overdrawn, once. What they say is never a reason to lose more than that.
 """
 
 import math
@@ -19,6 +23,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from quire.kv.evidence import Evidence
 from quire.kv.policy_duel import HALF_LIFE, sample_of
 from quire.kv.shadow_caches import ByLast, ByLastButOne, EndedFirst, NewcomersFirst, ShadowCache
 
@@ -91,6 +96,10 @@ class OrderTrials:
         self.seat: Order = Order.LAST
         self._tried: Order = Order.LAST
         self._back_at = 0  # when LRU's own blocks are there again
+        self._others_won = [0.0] * len(Order)  # by shadows of all other pools
+        self._num_others = 0
+        self._backing = [0.0] * len(Order)  # blocks: what others have earned, in the mean
+        self._lent = 0.0  # of that, to the trial under way: it is not called in
 
     def sampled(self, prints: npt.NDArray[np.uint32]) -> list[int]:
         """List those of fingerprints (u32[n], deepest first) in the sample, shallowest first."""
@@ -124,7 +133,7 @@ class OrderTrials:
             if seat is Order.LAST:
                 self._back_at = now + self._num_blocks
             else:
-                self._tried = seat
+                self._tried, self._lent = seat, 0.0
             self.seat = seat
         return seat
 
@@ -140,6 +149,28 @@ class OrderTrials:
         for shadow in self._of_ended:
             shadow.end(prints)
 
+    def evidence(self, policy: str, block_tokens: int) -> Evidence:
+        """Return what the trials have found, for pools of such blocks. Any thread may call."""
+        return Evidence(
+            policy=policy,
+            block_tokens=block_tokens,
+            num_blocks=self._num_blocks,
+            accounts=tuple(self._accounts),
+            promises=tuple(self._won),
+        )
+
+    def hear(self, others: Evidence | None) -> None:
+        """Take what the trials of other pools have found, in the mean; None: there are none."""
+        accounts, promises, num = (
+            ((), (), 0)
+            if others is None
+            else (others.accounts, others.promises, max(0, others.num_pools))
+        )
+        most = self._size * HALF_LIFE / math.log(2)  # that a shadow can have found lately
+        self._num_others = num
+        self._backing = _by_order(accounts, self._num_blocks * _MOST)
+        self._others_won = [num * each for each in _by_order(promises, most)]
+
     def rewind(self, ticks: int) -> None:
         """Set the clock back."""
         self.lru.rewind(ticks)
@@ -149,23 +180,48 @@ class OrderTrials:
         won, accounts, seat = self._won, self._accounts, self.seat
         if seat is not Order.LAST:
             stake = max(self._num_blocks * _STAKE, self._mean_length * self._prompts[seat])
-            if accounts[seat] < -stake:
+            self._lent = max(self._lent, self._backing[seat])
+            most_owed = stake + self._lent
+            if accounts[seat] < -most_owed:
                 self._prompts[seat] = min(2 * self._prompts[seat], _MOST_PROMPTS)
                 self._have_lost.add(seat)
-                accounts[seat] = -stake  # what one long prompt took besides is not owed for ever
+                accounts[seat] = -most_owed  # what one long prompt took besides is not owed forever
                 seat = Order.LAST
-            elif won[Order.LAST] > won[seat] + _LEAD:
+            elif won[Order.LAST] > won[seat] + _LEAD and not self._others_keep(seat):
                 seat = Order.LAST
         for order, margin in _MARGINS.items():
-            if order is seat or order >= len(won) or accounts[order] < 0:
+            if order is seat or order >= len(won) or accounts[order] + self._backing[order] < 0:
                 continue
             wanted = margin * won[seat] + _HEAD_START
             is_told = order >= Order.ENDED_EARLIER and order not in self._have_lost
             if is_told and seat is Order.LAST:
                 wanted = won[seat]
-            if won[order] >= wanted:
+            if won[order] >= wanted or self._others_propose(order, seat, margin):
                 seat = order
         return seat
+
+    def _others_propose(self, order: Order, seat: Order, margin: float) -> bool:
+        """Return whether the shadows of all pools together promise so much more of an order."""
+        if not self._num_others or order is not Order.LAST_BUT_ONE:
+            return False
+        # Chance grows as the root of how many samples are added up.
+        lead = _HEAD_START * math.sqrt(1 + self._num_others)
+        return self._all_won(order) >= margin * self._all_won(seat) + lead
+
+    def _others_keep(self, seat: Order) -> bool:
+        """Return whether the shadows of all pools together do not promise more of LRU."""
+        if not self._num_others:
+            return False
+        return self._all_won(Order.LAST) <= self._all_won(seat) + _LEAD
+
+    def _all_won(self, order: Order) -> float:
+        return self._won[order] + self._others_won[order]
+
+
+def _by_order(figures: tuple[float, ...], most: float) -> list[float]:
+    """Return a figure of each order, from 0 to ``most``: 0 where there is none."""
+    known = [max(0.0, min(each, most)) for each in figures[: len(Order)]]  # no number: 0
+    return known + [0.0] * (len(Order) - len(known))
 
 
 class LruHits:
