@@ -287,7 +287,8 @@ class Members:
             return
         self._evidence.note(member.name, report.evidence)
         now_s, others = time.monotonic(), self._evidence.of_others(member.name)
-        if others != member.heard and now_s - member.heard_s >= TELL_S:
+        is_news = others != member.heard and any((*others, *member.heard))
+        if is_news and now_s - member.heard_s >= TELL_S:
             member.heard, member.heard_s = others, now_s
             await member.handle.hear_evidence(others)
 
