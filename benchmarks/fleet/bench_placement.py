@@ -264,8 +264,10 @@ class Together:
         return self.costs.seconds(work) / self.num
 
 
-def fleet(num_replicas: int, routing: str, policy: str) -> Fleet:
-    """``routing`` "one": a single engine with the memory and the speed of them all."""
+def fleet(num_replicas: int, routing: str, policy: str, memory: float = 1.0) -> Fleet:
+    """``routing`` "one": a single engine with the memory and the speed of them all. ``memory``: of
+    what a replica's cache would have.
+    """
     config = EngineConfig.from_options(
         memory_mode="dedicated",
         max_num_seqs=256,
@@ -276,9 +278,13 @@ def fleet(num_replicas: int, routing: str, policy: str) -> Fleet:
     subject = find_subject("Llama-3.1-8B", dtype=config.dtype)
     place = place_of(None, DEVICE)
     costs = roofline(subject, subject.spec, DEVICE, 1)
+    num = 1 if routing == "one" else num_replicas
+    how = "round-robin" if routing == "one" else routing
+    found = fleet_for(subject, config, place, costs, num_replicas=num, routing=how)
+    capacity_bytes = int(memory * found.sizes.capacity_bytes)
+    found = replace(found, sizes=replace(found.sizes, capacity_bytes=capacity_bytes))
     if routing != "one":
-        return fleet_for(subject, config, place, costs, num_replicas=num_replicas, routing=routing)
-    found = fleet_for(subject, config, place, costs)
+        return found
     return replace(
         found,
         sizes=replace(found.sizes, capacity_bytes=num_replicas * found.sizes.capacity_bytes),
@@ -293,7 +299,13 @@ def fleet(num_replicas: int, routing: str, policy: str) -> Fleet:
 
 
 def hits(
-    trace: Path, num_replicas: int, routing: str, num_requests: int, rate: float, policy: str
+    trace: Path,
+    num_replicas: int,
+    routing: str,
+    num_requests: int,
+    rate: float,
+    policy: str,
+    memory: float,
 ) -> dict[str, Any]:
     """Simulate a fleet on the trace."""
 
@@ -301,7 +313,7 @@ def hits(
         for request in islice(open_trace(str(trace)), num_requests):
             yield replace(request, at_s=request.at_s / rate)
 
-    result = simulate(paced(), fleet(num_replicas, routing, policy))
+    result = simulate(paced(), fleet(num_replicas, routing, policy, memory))
     return {
         "replicas": num_replicas,
         "routing": routing,
@@ -325,6 +337,7 @@ def main(  # noqa: PLR0913
     num_requests: Annotated[int, typer.Option(help="Of the trace, for hits.")] = 12_031,
     rate: Annotated[float, typer.Option(help="Factor for the trace's speed.")] = 1.0,
     policies: Annotated[str, typer.Option(help="Prefix-caching policies.")] = "choice,lru",
+    memory: Annotated[float, typer.Option(help="Factor for each replica's cache, for hits.")] = 1.0,
     jobs: Annotated[int, typer.Option(help="Simulations at once.")] = 1,
     rounds: Annotated[int, typer.Option(help="Of each timing.", min=5)] = 100,
     num_blocks: Annotated[int, typer.Option(help="Of the directory whose memory counts.")] = 10**6,
@@ -389,7 +402,9 @@ def main(  # noqa: PLR0913
             )
         )
     if only in ("", "hits") and traces is not None:
-        table, more = _hits(traces / TRACE, replicas, num_requests, rate, policies, jobs, run)
+        table, more = _hits(
+            traces / TRACE, replicas, num_requests, rate, policies, memory, jobs, run
+        )
         tables.append(table)
         claims += more
     elif only in ("", "hits"):
@@ -407,17 +422,24 @@ IN_A_PROCESS = "import json; from benchmarks.fleet.bench_placement import fill; 
 
 
 def _hits(
-    trace: Path, replicas: str, num: int, rate: float, policies: str, jobs: int, run: Run
+    trace: Path,
+    replicas: str,
+    num: int,
+    rate: float,
+    policies: str,
+    memory: float,
+    jobs: int,
+    run: Run,
 ) -> tuple[Table, list[dict[str, Any]]]:
     asked = [
-        (trace, int(each), routing, num, rate, policy)
+        (trace, int(each), routing, num, rate, policy, memory)
         for policy in policies.split(",")
         for each in replicas.split(",")
         for routing in ("one", "prefix-aware", "least-loaded")
     ]
     rows, claims, whole = [], [], 1.0
     with ProcessPoolExecutor(jobs) as pool:
-        for (_, each, routing, _, _, policy), found in zip(
+        for (_, each, routing, _, _, policy, _), found in zip(
             asked, pool.map(simulated, asked), strict=True
         ):
             run.say(f"{each} replicas, {routing}, {policy}: {found['hit_rate']:.2%}")
@@ -440,6 +462,8 @@ def _hits(
                 claims.append({**held, "goal": GOAL_SHARE, "holds": share >= GOAL_SHARE})
     columns = ("replicas", "policy", "routing", "found", "of one", "TTFT mean, s", "p50", "p99")
     title = f"Prompt tokens found, Mooncake's conversations, {num:,} requests at {rate:g} ×"
+    if memory != 1.0:
+        title += f", caches {memory:g} ×"
     return Table(title=title, columns=columns, rows=rows), claims
 
 

@@ -32,6 +32,7 @@ from quire.fleet.replica import (
     ReplicaReport,
     facts_of,
 )
+from quire.kv.evidence import Evidence
 from quire.models.loader import load
 from quire.server.app import make_app
 from quire.server.metrics.family import Figures
@@ -70,6 +71,7 @@ class BreakableReplica:
         self.dies_at: int | None = None  # at this piece, of all streams
         self.requests: list[Request] = []  # that it was sent
         self.aborted: list[str] = []
+        self.heard: list[tuple[Evidence | None, ...]] = []
         self.load_changes: dict[str, Any] = {}
         self.piece_changes: dict[str, Any] = {}
         self.freezes_at: int | None = None  # at this piece, of all streams
@@ -116,6 +118,11 @@ class BreakableReplica:
         await self._live()
         report = await self._inner.report()
         return replace(report, load=replace(report.load, **self.load_changes))
+
+    async def hear_evidence(self, others: tuple[Evidence | None, ...]) -> None:
+        await self._live()
+        self.heard.append(others)
+        await self._inner.hear_evidence(others)
 
     async def figures(self) -> Mapping[str, Figures]:
         await self._live()

@@ -1,6 +1,7 @@
 """Which order has the seat: what LRU would find, what a trial may cost, and kinds of traffic."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.kv.counted_hits import EndedHits, LruHits, runs_of
+from quire.kv.evidence import Evidence
 from quire.kv.order_trials import Order, OrderTrials
 from quire.kv.shadow_caches import NEVER, NewcomersFirst
 from quire.planner.hit_rates import hit_rate_curve, prompts_of
@@ -274,6 +276,62 @@ def test_clients_that_cost_a_stake_are_not_believed_again_without_a_count() -> N
     assert Order.LAST in seats
     told.trials._accounts = [0.0] * len(Order)
     assert told.again(1, had_ended=False) is not Order.ENDED_FIRST
+
+
+def told(trials: OrderTrials, earned: float, promised: float, *, num_pools: int = 3) -> Evidence:
+    return replace(
+        trials.evidence("choice", 1),
+        accounts=(0.0, earned, 0.0),
+        promises=(0.0, promised, 0.0),
+        num_pools=num_pools,
+    )
+
+
+@pytest.mark.parametrize("toggles", [False, True])
+def test_others_who_lie_cost_a_bounded_stake(toggles: bool) -> None:
+    """As without them, and a quarter of the pool besides, once, however they change their words."""
+    trials = OrderTrials(2000, tick=1, gap=1)
+    lost = found = on_trial = 0
+    for number in range(20_000):
+        trials._won = [1e3, 0.0, 0.0]  # its own shadows promise nothing
+        says = told(trials, 1e18, 1e18) if number % 40 < 20 or not toggles else None
+        trials.hear(says)
+        finds = 10 if trials.seat is Order.LAST else 2
+        use(trials, number, finds=finds)
+        if number > 100:
+            lost, found = lost + 10 - finds, found + 10
+            on_trial += trials.seat is Order.LAST_BUT_ONE
+    assert on_trial > 10, "others are believed"
+    assert lost <= 40 + 80 + 160 + found / 128 + 2000 / 4
+
+
+def test_what_others_have_earned_pays_a_debt() -> None:
+    trials = OrderTrials(2000, tick=1, gap=1)
+    seats = list[Order]()
+    for number in range(700):
+        trials._won = [0.0, 1e6, 0.0]
+        if number == 500:
+            trials.hear(told(trials, 400.0, 0.0))
+        finds = 2 if trials.seat is not Order.LAST and number < 500 else 10
+        seats.append(use(trials, number, finds=finds))
+    assert seats[499] is Order.LAST, "it has lost a trial"
+    assert set(seats[500:]) == {Order.LAST_BUT_ONE}
+
+
+def test_shadows_of_all_pools_are_one_sample() -> None:
+    seats = list[Order]()
+    for num_pools in (1, 3):
+        trials = OrderTrials(2000, tick=1, gap=1)
+        trials._won = [100.0, 115.0, 0.0]
+        trials.hear(
+            replace(told(trials, 0.0, 0.0, num_pools=num_pools), promises=(100.0, 120.0, 0.0))
+        )
+        seats.append(use(trials, 0, finds=0))
+    assert seats == [Order.LAST, Order.LAST_BUT_ONE]
+    trials._won = [120.0, 100.0, 0.0]  # one's own sample alone would end it
+    assert use(trials, 1, finds=0) is Order.LAST_BUT_ONE
+    trials.hear(None)
+    assert use(trials, 2, finds=0) is Order.LAST
 
 
 def test_an_order_that_finds_more_keeps_its_seat_while_it_does() -> None:

@@ -20,6 +20,8 @@ from quire.errors import ConfigError, QuireError, one_line
 from quire.fleet.fleet_stream import Stream
 from quire.fleet.placement import Load, Placement
 from quire.fleet.replica import ReplicaFacts, ReplicaHandle, ReplicaReport
+from quire.fleet.shared_evidence import TELL_S, SharedEvidence
+from quire.kv.evidence import Evidence
 from quire.kv.prefix_index import Medium
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,8 @@ class Member:
     watching: asyncio.Task[None] | None = None
     asked: asyncio.Event = field(default_factory=asyncio.Event)  # for a report, at once
     told_to_drain: bool = False
+    heard: tuple[Evidence | None, ...] = ()  # what it was told last of the others' evidence …
+    heard_s: float = -inf  # … and when
 
     @property
     def name(self) -> str:
@@ -121,6 +125,7 @@ class Members:
                 raise ConfigError(f"{name}={value!r} must be above 0 seconds")
         self._placement, self._follower = placement, follower
         self._replica_timeout_s, self._report_interval_s = replica_timeout_s, report_interval_s
+        self._evidence = SharedEvidence()
         self.by_name: dict[str, Member] = {}
         self.first: ReplicaFacts | None = None  # of the first one that was ready
         self._up_s = -inf  # when one ceased to be up last
@@ -252,6 +257,7 @@ class Members:
                     continue
                 async with asyncio.timeout(self._replica_timeout_s):
                     report = await member.handle.report()
+                    await self._share_evidence(member, report)
             except TimeoutError:
                 self.lose(member, f"it has not answered for {self._replica_timeout_s:g} s")
             except ConfigError as error:
@@ -270,6 +276,21 @@ class Members:
             self._set(member, "draining", "it takes no new requests")
         elif report.takes_requests and member.state == "draining" and not member.told_to_drain:
             self._set(member, "up", "")
+
+    async def _share_evidence(self, member: Member, report: ReplicaReport) -> None:
+        """Take what a replica has found of eviction orders, and tell it now and then what the
+        others have. Prefill replicas see the prompts of the others once more: that is no evidence.
+
+        Raises: what the replica raises.
+        """
+        if member.is_prefill:
+            return
+        self._evidence.note(member.name, report.evidence)
+        now_s, others = time.monotonic(), self._evidence.of_others(member.name)
+        is_news = others != member.heard and any((*others, *member.heard))
+        if is_news and now_s - member.heard_s >= TELL_S:
+            member.heard, member.heard_s = others, now_s
+            await member.handle.hear_evidence(others)
 
     def _with_costs_of_others(self, load: Load) -> Load:
         """Return a load in which what the replica has not measured costs what others measured, in
@@ -299,6 +320,7 @@ class Members:
         if member.state in ("up", "draining", "joining"):
             self._set(member, "lost", why)
             self._placement.forget(member.name)
+            self._evidence.forget(member.name)
             if self._follower is not None:
                 self._follower.forget(member.name)
         for stream in member.streams:

@@ -20,6 +20,7 @@ from quire.engine.request_maker import ModelFacts
 from quire.engine.sequence import Request, Sequence
 from quire.errors import QuireError, RequestError
 from quire.fleet.placement import Load
+from quire.kv.evidence import Evidence, EvidenceSource
 from quire.kv.interface import found_block_size
 from quire.kv.prefix_index import Medium
 from quire.server.metrics.definitions import engine_figures
@@ -74,6 +75,7 @@ class ReplicaReport:
     # Prompt tokens that it has found since it began, by where they were.
     found_tokens: Mapping[Medium, int] = field(default_factory=dict)
     kv_usage: float = 0.0  # the share of its KV memory that sequences hold
+    evidence: tuple[Evidence | None, ...] = ()  # what its eviction policies have found, by group
 
 
 # -- the protocol ----------------------------------------------------------------------------------
@@ -112,6 +114,13 @@ class ReplicaHandle(Protocol):
 
     async def report(self) -> ReplicaReport:
         """Return its load. The answer is also the sign that it lives. Raises: ReplicaLost."""
+        ...
+
+    async def hear_evidence(self, others: tuple[Evidence | None, ...]) -> None:
+        """Tell its eviction policies what those of other replicas have found, by group.
+
+        Raises: ReplicaLost.
+        """
         ...
 
     async def figures(self) -> Mapping[str, Figures]:
@@ -186,7 +195,14 @@ class LocalReplica:
             takes_requests=not (self._drains or self._llm.is_sleeping),
             found_tokens=found_tokens_of(self._llm.llm),
             kv_usage=kv_usage_of(self._llm.llm),
+            evidence=evidence_of(self._llm.llm),
         )
+
+    async def hear_evidence(self, others: tuple[Evidence | None, ...]) -> None:
+        self._refuse_if_lost()
+        accounting = self._llm.llm.accounting
+        if isinstance(accounting, EvidenceSource):
+            accounting.hear_evidence(others)
 
     async def figures(self) -> Mapping[str, Figures]:
         return engine_figures(self._llm.llm)
@@ -310,3 +326,9 @@ def kv_usage_of(llm: LLM) -> float:
     """Return the share of the KV memory that sequences hold. What is only cached is free."""
     usage, ceiling_bytes = llm.usage(wait=False), llm.elastic.ceiling_bytes
     return (usage.committed_bytes - usage.cached_bytes) / ceiling_bytes if ceiling_bytes else 0.0
+
+
+def evidence_of(llm: LLM) -> tuple[Evidence | None, ...]:
+    """Return what an engine's eviction policies have found, by group; nothing without blocks."""
+    accounting = llm.accounting
+    return accounting.evidence() if isinstance(accounting, EvidenceSource) else ()

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from quire.kv.counted_hits import Bools
 from quire.kv.eviction_queue import NO_IDS, EvictionQueue, Ids
+from quire.kv.evidence import Evidence
 from quire.kv.order_trials import Order, OrderTrials
 from quire.kv.shadow_caches import KEEP_ONE_IN, NEVER
 from quire.plugins import Registry
@@ -240,6 +241,7 @@ class Recency:
         self, pool: PolicyPool, *, order: Order = Order.LAST, with_trials: bool = False
     ) -> None:
         self._order = order
+        self._block_tokens = pool.block_tokens
         self._prints_of = pool.prints_of
         self._trials: OrderTrials | None = None
         self._ghosts: Ghosts | None = None
@@ -317,6 +319,15 @@ class Recency:
         num_ended = self._ends.end(blocks)
         if self._trials is not None:
             self._trials.end(num_ended)
+
+    def evidence(self) -> Evidence | None:
+        """Return what trials of orders have found; None if none are tried."""
+        return None if self._trials is None else self._trials.evidence("choice", self._block_tokens)
+
+    def hear(self, others: Evidence | None) -> None:
+        """Take what trials in other pools have found, if orders are tried."""
+        if self._trials is not None:
+            self._trials.hear(others)
 
     def free(self, blocks: Ids) -> None:
         past = self._before if self._order is Order.LAST_BUT_ONE else self._last

@@ -13,6 +13,10 @@ sample, and may be wrong for good. The two orders that heed clients are counted 
 earn their stake before a trial: the better one begins once it would have found more by as much as
 the trial may owe, and what it would have found besides pays for lost trials. Before that, clients
 are believed while what they say comes true.
+
+Pools of the same traffic tell each other what they found (``evidence``). Their shadows are a larger
+sample than one's own, and what their trials have earned stands good for this one's: by so much more
+an account may be overdrawn, once. What they say is never a reason to lose more than that.
 """
 
 import math
@@ -24,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.kv.counted_hits import Bools, EndedHits, LastUses, LruHits, runs_of
+from quire.kv.evidence import Evidence
 from quire.kv.policy_duel import HALF_LIFE, sample_of
 from quire.kv.shadow_caches import NEVER, ByLast, ByLastButOne, NewcomersFirst, ShadowCache
 
@@ -97,6 +102,10 @@ class OrderTrials:
         self.seat: Order = Order.LAST
         self._tried: Order = Order.LAST
         self._back_at = 0  # when LRU's own blocks are there again
+        self._others_won = [0.0] * len(Order)  # by shadows of all other pools
+        self._num_others = 0
+        self._backing = [0.0] * len(Order)  # blocks: what others have earned, in the mean
+        self._lent = 0.0  # of that, to the trial under way: it is not called in
 
     def sampled(self, prints: npt.NDArray[np.uint32]) -> list[int]:
         """List those of fingerprints (u32[n], deepest first) in the sample, shallowest first."""
@@ -138,9 +147,9 @@ class OrderTrials:
             if seat is Order.LAST:
                 self._back_at = now + self._num_blocks
             else:
-                self._tried = seat
-                if (debt := -accounts[seat]) > 0:  # only what was counted pays for a lost trial
-                    self._ahead[seat] -= debt
+                self._tried, self._lent = seat, 0.0
+                if seat in self._ahead and (debt := -accounts[seat]) > 0:
+                    self._ahead[seat] -= debt  # only what was counted pays for a lost trial
                     accounts[seat] = 0
             self.seat = seat
         return seat
@@ -154,6 +163,28 @@ class OrderTrials:
         self._outcomes.end(num_blocks)
         for hits in self._of_ended.values():
             hits.end(num_blocks, self._now)
+
+    def evidence(self, policy: str, block_tokens: int) -> Evidence:
+        """Return what the trials have found, for pools of such blocks. Any thread may call."""
+        return Evidence(
+            policy=policy,
+            block_tokens=block_tokens,
+            num_blocks=self._num_blocks,
+            accounts=tuple(self._accounts),
+            promises=tuple(self._won),
+        )
+
+    def hear(self, others: Evidence | None) -> None:
+        """Take what the trials of other pools have found, in the mean; None: there are none."""
+        accounts, promises, num = (
+            ((), (), 0)
+            if others is None
+            else (others.accounts, others.promises, max(0, others.num_pools))
+        )
+        most = self._size * HALF_LIFE / math.log(2)  # that a shadow can have found lately
+        self._num_others = num
+        self._backing = _by_order(accounts, self._num_blocks * _MOST)
+        self._others_won = [num * each for each in _by_order(promises, most)]
 
     def rewind(self, ticks: int) -> None:
         """Set the clock back."""
@@ -191,13 +222,15 @@ class OrderTrials:
             if order is seat or order not in won:
                 continue
             wanted, paid = margin * won[seat] + _HEAD_START, self._accounts[order]
-            if order in self._ahead:
+            if order not in self._ahead:
+                paid += self._backing[order]
+            else:
                 if order is not better:
                     continue
                 paid += max(0.0, self._ahead[order] - self._lead(order))
                 if seat is Order.LAST or seat in self._ahead:
                     wanted = won[seat] + self._lead(order) / self._one_in
-            if paid >= 0 and won[order] >= wanted:
+            if paid >= 0 and (won[order] >= wanted or self._others_propose(order, seat, margin)):
                 seat = order
         if (
             seat is Order.LAST
@@ -212,6 +245,9 @@ class OrderTrials:
     def _has_lost(self, seat: Order, won: dict[Order, float], *, is_believed: bool) -> bool:
         """Tell whether the order on trial goes, and settle its account if it owes too much."""
         stake = max(self._num_blocks * _STAKE, self._lead(seat))
+        if seat not in self._ahead:
+            self._lent = max(self._lent, self._backing[seat])
+            stake += self._lent
         if self._accounts[seat] < -stake:
             self._prompts[seat] = min(2 * self._prompts[seat], _MOST_PROMPTS)
             self._have_lost.add(seat)
@@ -219,14 +255,37 @@ class OrderTrials:
             self._accounts[seat] = -stake
             return True
         if seat not in self._ahead:
-            return won[Order.LAST] > won[seat] + _LEAD
+            return won[Order.LAST] > won[seat] + _LEAD and not self._others_keep(seat)
         if is_believed:
             return self._ahead[seat] < -self._lead(seat)
         return self._ahead[seat] <= 0
 
+    def _others_propose(self, order: Order, seat: Order, margin: float) -> bool:
+        """Return whether the shadows of all pools together promise so much more of an order."""
+        if not self._num_others or order is not Order.LAST_BUT_ONE or seat in self._ahead:
+            return False
+        # Chance grows as the root of how many samples are added up.
+        lead = _HEAD_START * math.sqrt(1 + self._num_others)
+        return self._all_won(order) >= margin * self._all_won(seat) + lead
+
+    def _others_keep(self, seat: Order) -> bool:
+        """Return whether the shadows of all pools together do not promise more of LRU."""
+        if not self._num_others:
+            return False
+        return self._all_won(Order.LAST) <= self._all_won(seat) + _LEAD
+
+    def _all_won(self, order: Order) -> float:
+        return self._won[order] + self._others_won[order]
+
     def _lead(self, order: Order) -> float:
         """Return how many blocks as many prompts have as the order may owe."""
         return self._mean_length * self._prompts[order]
+
+
+def _by_order(figures: tuple[float, ...], most: float) -> list[float]:
+    """Return a figure of each order, from 0 to ``most``: 0 where there is none."""
+    known = [max(0.0, min(each, most)) for each in figures[: len(Order)]]  # no number: 0
+    return known + [0.0] * (len(Order) - len(known))
 
 
 class _Outcomes:

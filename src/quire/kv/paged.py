@@ -34,6 +34,7 @@ from quire.kv.eviction import (
     Priority,
 )
 from quire.kv.eviction_queue import NO_IDS, Ids
+from quire.kv.evidence import Evidence, SharesEvidence
 from quire.kv.interface import AS_IT_IS, CacheConfig, Extension, Slots, Usage
 from quire.kv.layout import granule_blocks, row_bytes, slot_bytes, stacking
 from quire.kv.occupancy import Occupancy, block_census, used_tokens
@@ -430,6 +431,20 @@ class BlockCoordinator:
         self.pools.evict(0)
         self.index.note_cleared()
         return True
+
+    def evidence(self) -> tuple[Evidence | None, ...]:
+        """Return what each group's eviction policy has found. Any thread may call."""
+        several = (self.pools[number].evictable for number in self._numbers)
+        return tuple(
+            each.evidence() if isinstance(each, SharesEvidence) else None for each in several
+        )
+
+    def hear_evidence(self, others: Sequence[Evidence | None]) -> None:
+        """Tell each group's eviction policy what others have found. Any thread may call."""
+        for number, each in zip(self._numbers, others, strict=False):
+            policy = self.pools[number].evictable
+            if isinstance(policy, SharesEvidence):
+                policy.hear(each)
 
     def take_events(self) -> list[BlockEvent]:
         events, self.index.events = self.index.events, []

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from quire.kv.eviction import EvictionPolicy, HeedsEnds, Priority, Times
 from quire.kv.eviction_queue import NO_IDS, Ids
+from quire.kv.evidence import Evidence, SharesEvidence
 
 Clock: TypeAlias = Callable[[], float]  # seconds
 Seconds: TypeAlias = npt.NDArray[np.float64]
@@ -86,6 +87,7 @@ class RetainedBlocks(EvictionPolicy):
         # Told once: to ask whether a policy keeps a protocol takes nearly as long as a use.
         self._heeds_ends = policy if isinstance(policy, HeedsEnds) else None
         self._heeds_retention = policy if isinstance(policy, HeedsRetention) else None
+        self._shares = policy if isinstance(policy, SharesEvidence) else None
         self._most = self.num_retained = 0  # with those that sequences hold
         self._serial = _NOT_RETAINED
         self._grant_of = np.full(num_ids, _NOT_RETAINED, np.int64)  # serials
@@ -181,6 +183,13 @@ class RetainedBlocks(EvictionPolicy):
         if len(self._policy):
             return self._policy.next_time()
         return _AFTER_ALL
+
+    def evidence(self) -> Evidence | None:
+        return None if self._shares is None else self._shares.evidence()
+
+    def hear(self, others: Evidence | None) -> None:
+        if self._shares is not None:
+            self._shares.hear(others)
 
     def evict(self, count: int, *, alike: bool = False) -> Ids:
         self._lapse()

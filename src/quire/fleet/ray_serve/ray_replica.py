@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quire.engine.sequence import Request
     from quire.fleet.replica import ReplicaFacts, ReplicaReport
     from quire.fleet.shared_stream import Inbox
+    from quire.kv.evidence import Evidence
     from quire.server.metrics.family import Figures
 
 _UNLISTED_S = 2.0  # before a replica that Serve's router lists no longer counts as gone
@@ -127,6 +128,10 @@ class RayReplica:
 
         offered = partial(self._calls.stream, "connect")
         return Inbox(self._name, ConnectedOutbox(self._name, offered, self._note))
+
+    async def hear_evidence(self, others: "tuple[Evidence | None, ...]") -> None:
+        if self._is_listed:  # else it is on its way out
+            await self._calls.call("hear_evidence", others)
 
     async def figures(self) -> "Mapping[str, Figures]":
         from quire.fleet.replica import ReplicaLost

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from quire.fleet.door_connection import Offer
     from quire.fleet.replica import LocalReplica, ReplicaFacts, ReplicaReport
     from quire.fleet.shared_stream import Outbox
+    from quire.kv.evidence import Evidence
     from quire.server.metrics.family import Figures
 
 REFUSED: Final = "refused: "  # before the reason for which an engine cannot be loaded
@@ -227,6 +228,12 @@ class ServedReplica:
     ) -> None:
         """End these requests, or all (None)."""
         await self._here(to).abort(request_ids)
+
+    async def hear_evidence(
+        self, others: "tuple[Evidence | None, ...]", *, to: str, roll: Roll | None = None
+    ) -> None:
+        """Tell the eviction policies what those of other replicas have found."""
+        await self._here(to).hear_evidence(others)
 
     async def figures(self, *, to: str, roll: Roll | None = None) -> "Mapping[str, Figures]":
         """Return the figures of the engine's metrics."""

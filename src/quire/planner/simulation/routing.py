@@ -14,7 +14,9 @@ from typing import Final, TypeAlias, final
 from quire.engine.event_format import EventEncoder
 from quire.fleet.placement import LeastLoaded, Load, Placed, Placement, PrefixAware, RoundRobin
 from quire.fleet.prefix_directory import PrefixDirectory
+from quire.fleet.shared_evidence import SharedEvidence
 from quire.kv import NO_KEYS
+from quire.kv.evidence import Evidence
 from quire.kv.prefix_index import BlockEvent
 from quire.planner.simulation.simulated_engine import VirtualClock, prompt_of
 from quire.spec import Group
@@ -57,6 +59,7 @@ class Router:
             tuple[float, int, Callable[[Placement], None]]
         ] = []  # a heap, by when it is heard
         self._order = count()
+        self._evidence = SharedEvidence()
         self._placed: dict[int, Placed] = {}  # by the requests' numbers
 
     def line(self, place: int) -> "RouterLine":
@@ -86,6 +89,14 @@ class Router:
         """Have the placement told of a replica's load."""
         late = replace(load, age_s=self._delay_s)
         self._hear(at_s, lambda placement: placement.report(self._names[place], late))
+
+    def hear_evidence(self, at_s: float, place: int, said: tuple[Evidence | None, ...]) -> None:
+        """Have the door told of what a replica's eviction policies have found."""
+        self._hear(at_s, lambda _: self._evidence.note(self._names[place], said))
+
+    def evidence_of_others(self, place: int) -> tuple[Evidence | None, ...]:
+        """Return what the door has heard of eviction policies, but for one replica's."""
+        return self._evidence.of_others(self._names[place])
 
     @property
     def hears_of_blocks(self) -> bool:
@@ -122,6 +133,13 @@ class RouterLine:
     def tell_load(self, at_s: float, load: Load) -> None:
         """Tell of the replica's load."""
         self._router.hear_load(at_s, self._place, load)
+
+    def tell_evidence(
+        self, at_s: float, said: tuple[Evidence | None, ...]
+    ) -> tuple[Evidence | None, ...]:
+        """Tell of what the eviction policies have found. Returns: what is known of the others."""
+        self._router.hear_evidence(at_s, self._place, said)
+        return self._router.evidence_of_others(self._place)
 
     def tell_first_token(self, at_s: float, number: int) -> None:
         """Tell of the first token of a request, by its number in the trace."""

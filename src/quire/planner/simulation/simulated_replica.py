@@ -14,7 +14,9 @@ from quire.engine.scheduling.policy import POLICIES
 from quire.engine.sequence import Request, Sequence
 from quire.errors import RequestTooLong
 from quire.fleet.placement import Load
+from quire.fleet.shared_evidence import TELL_S
 from quire.kv import Accounting
+from quire.kv.evidence import EvidenceSource
 from quire.kv.interface import BlockEventSource
 from quire.planner.simulation.cost_model import Reach, StepCosts, StepWork
 from quire.planner.simulation.routing import RouterLine
@@ -209,6 +211,8 @@ class SimulatedReplica:
         self.line: RouterLine | None = None
         self._source = cache.accounting if isinstance(cache.accounting, BlockEventSource) else None
         self._before_token: dict[int, Sequence] = {}  # admitted or waiting, by number
+        self._evidence = cache.accounting if isinstance(cache.accounting, EvidenceSource) else None
+        self._evidence_s = 0.0  # when evidence is told next
         self._report_s = 0.0  # when the next report is due
         # Blocks go to tiers and come from them beside single steps.
         self._may_stride = Reach(cache.accounting.groups).is_full and carrier is None
@@ -339,6 +343,10 @@ class SimulatedReplica:
         if self.now_s >= self._report_s:
             self._report_s = self.now_s + REPORT_S
             line.tell_load(self.now_s, self._load())
+        if self._evidence is not None and self.now_s >= self._evidence_s:
+            self._evidence_s = self.now_s + TELL_S
+            others = line.tell_evidence(self.now_s, self._evidence.evidence())
+            self._evidence.hear_evidence(others)
 
     def _load(self) -> Load:
         """Return what a replica would report now."""
