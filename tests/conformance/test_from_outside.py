@@ -43,12 +43,9 @@ leaky = memory_that_stays:make
 """
 # Imports once, for all runs, what takes seconds.
 RUNNER = """
-import gc, os, sys
-gc.disable()
-import hypothesis, pytest, torch, transformers
+import os, sys
+import pytest, torch
 import quire.kv.storage.stacked, quire.memory.by_device
-gc.enable()
-gc.freeze()
 for line in sys.stdin:
     if (pid := os.fork()) == 0:
         code = pytest.main(["-q", "-p", "no:cacheprovider", *line.split()])

@@ -8,7 +8,6 @@ that a few tokens fill one.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -119,8 +118,6 @@ class TensorStore:
         self.accounting = accounting
         self.storage = build_storage(strategy, accounting, self.provider)
         self.replayed = SlotStore(accounting, config.capacity_bytes)
-        # A sequence is read after each step, and most have then what they had before.
-        self._written = lru_cache(maxsize=256)(self._made)
 
     @property
     def committed_bytes(self) -> int:
@@ -157,9 +154,10 @@ class TensorStore:
         for layer in self.accounting.groups[group].layers:
             view = self.storage.view(layer)
             seen = ((view.k, view.k_scale), (view.v, view.v_scale))
-            written = self._written(group, layer, view.k.dtype, expected.tobytes())
+            written = self.entries(group, layer, expected)
             gathered = self.storage.gather(layer, there(slots))
-            for want, got, (every, scales) in zip(written, gathered, seen, strict=True):
+            for entries, got, (every, scales) in zip(written, gathered, seen, strict=True):
+                want = dequantize(*quantize(entries, every.dtype))
                 assert torch.equal(got.transpose(0, 1), want)
                 assert every.shape[1:] == (want.shape[1], size, want.shape[2])
                 index = (rows, slice(None), positions % size)
@@ -190,13 +188,6 @@ class TensorStore:
                 shape = (len(ids), 1, tensor[0].numel())
                 want = canary(there(ids), layer, 1, shape[2], salt=50 * number)
                 yield layer, tensor, want.view(-1, *tensor.shape[1:]).to(tensor.dtype)
-
-    def _made(
-        self, group: int, layer: int, kept_as: torch.dtype, ids: bytes
-    ) -> tuple[Tensor, Tensor]:
-        """What was written of these tokens, as it is read where it is kept so."""
-        k, v = self.entries(group, layer, np.frombuffer(ids, np.int64).copy())
-        return dequantize(*quantize(k, kept_as)), dequantize(*quantize(v, kept_as))
 
     def entries(self, group: int, layer: int, ids: Ids) -> tuple[Tensor, Tensor]:
         spec = attention_spec(self.accounting.groups[group])
