@@ -35,7 +35,8 @@ from quire.fleet.prefill import PrefillPlaces
 from quire.sampling_params import SamplingParams
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-WRITTEN, WRITTEN_PROMPT, WRITTEN_TOKENS = 6, 32, 80
+# What is written lasts as long as prompts come: to an idle replica none goes apart.
+WRITTEN, WRITTEN_PROMPT, WRITTEN_TOKENS = 6, 32, 400
 LONG, LONG_PROMPT, LONG_TOKENS = 6, 512, 4
 
 
@@ -128,7 +129,7 @@ _FIGURES: tuple[tuple[str, Callable[[Taken], float]], ...] = (
 def main(
     model: Annotated[str | None, typer.Option(help="A folder; default: the demo model.")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    gap_s: Annotated[float, typer.Option(help="Seconds between two long prompts.")] = 1.5,
+    gap_s: Annotated[float, typer.Option(help="Seconds between two long prompts.")] = 0.7,
     with_claims: WithClaims = False,
 ) -> None:
     """Compare a fleet with a prefill replica to one of two equal replicas."""
