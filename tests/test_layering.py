@@ -76,8 +76,8 @@ MAY_IMPORT = {
     " engine.event_format engine.transfer fleet.key_table fleet.prefix_directory fleet.placement"
     " fleet.shared_evidence",
     "http": "errors",
-    "bench": "errors units traces kv sampling_params engine.step_plan engine.scheduling engine"
-    " http planner",
+    "bench": "errors units traces kv sampling_params devices engine.step_plan engine.scheduling"
+    " engine.kv_cache engine http planner",
     "compare": "errors units config spec kv models sampling_params engine.sequence engine figures",
     "cli": "errors version units traces config spec memory kv tiers models sampling_params"
     " engine.sequence engine planner server figures compare bench http engine.kv_sizing devices"
