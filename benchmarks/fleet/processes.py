@@ -19,6 +19,7 @@ from quire.engine.sequence import Request
 from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.placement import Placement
 from quire.fleet.replica import ReplicaFacts, ReplicaLost, ReplicaReport, to_send
+from quire.kv.evidence import Evidence
 from quire.server.metrics.family import Figures
 
 OPTIONS: dict[str, Any] = {
@@ -146,6 +147,9 @@ class ProcessReplica:
     async def report(self) -> ReplicaReport:
         report: ReplicaReport = await self._call("report")
         return report
+
+    async def hear_evidence(self, others: tuple[Evidence | None, ...]) -> None:
+        await self._call("hear_evidence", others)
 
     async def figures(self) -> Mapping[str, Figures]:
         figures: Mapping[str, Figures] = await self._call("figures")
