@@ -15,7 +15,6 @@ import numpy as np
 
 from quire.bench.load import vocabulary_of
 from quire.bench.workload import Vocabulary
-from quire.devices import choose_device
 from quire.engine.scheduling.step_costs import Clock
 from quire.engine.scheduling.swap_space import readable_tokens, slots_of
 from quire.kv import Accounting, CacheConfig, Copy, Fits, Storage, build_accounting, build_storage
@@ -113,6 +112,7 @@ def _swapping(
     llm: "LLM", longest: int, clock: Clock
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return what swapping a sequence out takes, and a byte of it; and the same for swapping in."""
+    from quire.devices import choose_device
     from quire.engine.kv_cache import KVCache
     from quire.engine.swap.kv_mover import make_mover
 

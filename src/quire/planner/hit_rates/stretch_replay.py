@@ -29,7 +29,7 @@ from quire.planner.hit_rates.prefix_tree import TELL_EVERY, OnRequest, Prompts
 _Piece: TypeAlias = tuple[int, int, int]  # blocks of a stretch: which, from where, up to where
 _Pieces: TypeAlias = list[_Piece]
 _LOW = 0xFFFF  # of a ghost's slot: the time
-_NONE: list[int] = []
+_NONE: tuple[int, ...] = ()
 
 
 @final
@@ -170,7 +170,7 @@ class _Cache:
         self._whole: _Pieces = [(stretch, 0, length) for stretch, length in enumerate(lengths)]
         # The uses before the last: of each stretch those of its last prompt, from the deepest
         # block on, and the place of its own first block among them.
-        self._before = [_NONE] * len(lengths)
+        self._before: list[Sequence[int]] = [_NONE] * len(lengths)
         self._first_at = [0] * len(lengths)
         self._new_from = [0] * len(lengths)  # the first block that was not hit yet
         self._order = order
