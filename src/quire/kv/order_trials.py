@@ -188,7 +188,8 @@ class OrderTrials:
 
     def rewind(self, ticks: int) -> None:
         """Set the clock back."""
-        for hits in (self.lru, *self._of_ended.values()):
+        self.lru.rewind(ticks)
+        for hits in self._of_ended.values():
             hits.rewind(ticks)
         self._now -= ticks
         self._back_at -= ticks
