@@ -450,7 +450,12 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("tokens in `logit_bias`", "server/request_params.py", "MAX_BIASES"),
     ("parts of a form", "server/wire/form.py", "_MOST_PARTS"),
     ("bytes of a request's first line", "server/connections.py", "_MOST_LINE_BYTES"),
-    ("pixels of all images of a request", "chat/picture_bounds.py", "MOST_PIXELS"),
+    (
+        "pixels of all images of a request, and of all frames of its videos",
+        "chat/picture_bounds.py",
+        "MOST_PIXELS",
+    ),
+    ("frames of a video over HTTP", "chat/picture_bounds.py", "_MOST_FRAMES"),
     (
         "… of all requests under way",
         "server/admission_control.py",

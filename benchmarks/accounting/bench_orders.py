@@ -8,10 +8,12 @@ for a share of the requests, drawn from a seed. What right hints are worth is wh
 they are believed without a trial: what has ended goes first, or as if it had been used a pool's
 size earlier, whichever finds more.
 
-Traffic that is *held out* was not looked at while the constants of the trials were chosen: the
-second half of a trace by itself, and conversations that are drawn from three other seeds.
+Traffic that is *held out* is conversations drawn from three seeds that were not looked at while the
+constants of the trials were chosen. The second half of a trace by itself stands beside it: the whole
+trace was in view.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +29,8 @@ from benchmarks.accounting.generated_traffic import as_prompts, circle, generate
 from benchmarks.accounting.prefix_traces import BLOCK_TOKENS, MOONCAKE
 from benchmarks.harness.report import Output, Run, Table, WithClaims, skip_without_traces
 from quire.kv import EVICTION_POLICIES
-from quire.kv.eviction import Order, Recency
+from quire.kv.eviction import Recency
+from quire.kv.order_trials import Order
 from quire.planner.hit_rates import Prompts, prompts_of
 from quire.planner.hit_rates.optimum import Optimum
 from quire.planner.hit_rates.policy_replay import PolicyReplay
@@ -133,8 +136,9 @@ class Worth:
 
     @property
     def share(self) -> float:
-        """Return which part of what right hints are worth is found."""
-        return (self.right - self.lru) / (self.believed - self.lru)
+        """Return which part of what right hints are worth is found; NaN where that is nothing."""
+        worth = self.believed - self.lru
+        return (self.right - self.lru) / worth if worth > 0 else math.nan
 
 
 @contextmanager
@@ -177,7 +181,7 @@ def worths_of(name: str, requests: Sequence[TraceRequest], seed: int) -> Iterato
     halves = {name: requests, f"{name}, second half": requests[len(requests) // 2 :]}
     for traffic, part in halves.items():
         prompts = prompts_of(part, block_tokens=BLOCK_TOKENS, whole_blocks=True)
-        yield from worth(traffic, prompts, sizes, seed, is_held_out=part is not requests)
+        yield from worth(traffic, prompts, sizes, seed, is_held_out=False)
 
 
 def worths_of_drawn() -> Iterator[Worth]:
@@ -278,7 +282,9 @@ def claims(
         )
     for is_held_out in (False, True):
         part = [each for each in worths if each.is_held_out is is_held_out]
-        least = min(part, key=lambda each: each.share)
+        least = min(
+            (each for each in part if not math.isnan(each.share)), key=lambda each: each.share
+        )
         yield _claim(
             f"right hints{' on traffic held out' * is_held_out}, the least share of their worth: "
             f"{least.traffic}, {least.size}",
