@@ -8,9 +8,9 @@ for a share of the requests, drawn from a seed. What right hints are worth is wh
 they are believed without a trial: what has ended goes first, or as if it had been used a pool's
 size earlier, whichever finds more.
 
-Traffic that is *held out* is conversations drawn from three seeds that were not looked at while the
-constants of the trials were chosen. The second half of a trace by itself stands beside it: the whole
-trace was in view.
+Traffic that is *held out* was not looked at while the constants of the trials were chosen: it is
+conversations that are drawn from three other seeds. The second half of a trace by itself stands
+beside it, though the whole trace was in view.
 """
 
 import math
