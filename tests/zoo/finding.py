@@ -26,6 +26,11 @@ _WAYS = {
 }
 
 
+def is_decoder(reason: str) -> bool:
+    """Whether a class that is not run writes text after images, and no encoder reads the text."""
+    return reason.startswith(ANOTHER_WAY) and reason.endswith((_STATES, _OWN_CODE))
+
+
 _GLM = (
     "not judged: its code looks for a video's features under placeholders of images, and the "
     "engine refuses that, for it could not tell whose they are"

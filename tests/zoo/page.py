@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import transformers
 
-from zoo.finding import ANOTHER_WAY, Finding
+from zoo.finding import ANOTHER_WAY, Finding, is_decoder
 from zoo.hearing import hearing_classes
 from zoo.sizes import ENCODERS, HALVES
 
@@ -46,6 +46,7 @@ def sight_page(findings: Iterable[Finding]) -> str:
     several = sorted(findings, key=lambda found: found.model_type)
     judged = [found for found in several if found.generates]
     run = [found for found in judged if not found.reason.startswith(ANOTHER_WAY)]
+    decoders = [found for found in judged if is_decoder(found.reason)]
     exact = [found for found in run if found.verdict == "exact"]
     rest = [found for found in judged if found.verdict != "exact"]
     lines = [f"{_NAMES} how it runs | videos |", _rule(4)]
@@ -60,7 +61,10 @@ def sight_page(findings: Iterable[Finding]) -> str:
             f"{len(several)} classes. `generate` ran {len(run)} with pictures here, and "
             f"{len(exact)} of these are exact ({100 * len(exact) / len(run):.0f} %). "
             f"{len(judged) - len(run)} more were not run, for no features can be handed to them: "
-            f"with these it is {100 * len(exact) / len(judged):.0f} %. "
+            f"with these it is {100 * len(exact) / len(judged):.0f} %. {len(decoders)} of them are "
+            "decoders that see, and the others encoder-decoders, or classes that make no text of "
+            f"images: with the decoders it is {100 * len(exact) / (len(run) + len(decoders)):.0f} "
+            "%. "
             f"{len(several) - len(judged)} are not judged. Of the exact ones `generate` ran "
             f"{len(with_videos)} with videos, and {len(seen)} of these are exact with them too.\n",
             "## Exact\n",
