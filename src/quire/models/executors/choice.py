@@ -165,10 +165,11 @@ class Trial:
         """
         expected = self._expected[: len(logits)]
         # A model may say of some tokens that it never gives them: nothing is small beside that.
-        given = expected > torch.finfo(expected.dtype).min / 2
-        apart = torch.where(given, (logits - expected).abs(), 0.0)
-        apart = torch.where(given == (logits > torch.finfo(logits.dtype).min / 2), apart, torch.inf)
-        deviations = apart.amax(-1) / expected[given].abs().max()
+        least = torch.finfo(expected.dtype).min / 2
+        never = expected <= least
+        apart = torch.where(never, 0.0, (logits - expected).abs())  # what is no number stays
+        apart = torch.where(never == (logits <= least), apart, torch.inf)
+        deviations = apart.amax(-1) / expected[~never].abs().max()
         limit = max(limit_for(self._loaded.model.dtype), limit_for(self._kept_as))
         if self._exact:
             limit = _EXACT_WITH_SCANS if self._loaded.spec.recurrent_layers else _EXACT
