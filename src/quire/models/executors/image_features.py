@@ -46,6 +46,11 @@ class PromptImage:
         """Return how many values its pixels are."""
         return sum(each.numel() for each in self.inputs.values() if each.is_floating_point())
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of its inputs."""
+        return sum(each.nbytes for each in self.inputs.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class PromptImages:
@@ -58,6 +63,11 @@ class PromptImages:
     # What else the model takes of each token, as the kind of expert that it goes to: [P]
     marks: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
     made: Mapping[str, Tensor] = field(default_factory=dict)  # by the processor, for a trial alone
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the inputs of all."""
+        return sum(each.num_bytes for each in self.images)
 
     @property
     def end(self) -> int:
