@@ -183,7 +183,7 @@ def test_features_are_kept_up_to_a_bound() -> None:
         size = len(done.prompt_token_ids) - 1
         assert encoder.kept_bytes == size * 64 * 4  # the bound: above that of five tokens
         texts(llm, [prompt])
-        assert encoder.num_encoded == 2
+        assert encoder.num_encoded == 3
         texts(llm, [shown("llava_next", "w1 @", picture(2)), prompt])
         assert encoder.num_encoded > 3
         assert encoder.kept_bytes == size * 64 * 4

@@ -12,7 +12,7 @@ what is left is a shift.
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, Literal, TypeAlias, final
 from weakref import WeakKeyDictionary
@@ -378,17 +378,24 @@ class ImageEncoder:
     def _taken(
         self, own: PromptImages, start: int, stop: int, used: dict[str, Features]
     ) -> dict[Modality, list[Levels]]:
-        """Return the rows of each image that the tokens [start, stop) of its prompt take."""
+        """Return the rows of each image that the tokens [start, stop) of its prompt take.
+
+        ``used`` is given what was taken last of each.
+        """
         first, last = np.searchsorted(own.places, (start, stop)).tolist()
         taken: dict[Modality, list[Levels]] = {}
         begin = 0
         for image in own.images:
             end = begin + image.num_tokens
             if begin < last and first < end:
-                if image.content_id not in used:
-                    used[image.content_id] = self._features(image)
+                features = self._features(image)
                 rows = slice(max(first, begin) - begin, min(last, end) - begin)
-                levels = tuple(level[rows] for level in used[image.content_id].levels)
+                levels = tuple(level[rows] for level in features.levels)
+                # A copy, or the rest would stay too: of many prompts that are found in the prefix
+                # cache up to their images' last tokens, a step takes few rows of many images.
+                if len(levels[0]) < image.num_tokens:
+                    levels = tuple(level.clone() for level in levels)
+                used[image.content_id] = replace(features, levels=levels)
                 taken.setdefault(image.modality, []).append(levels)
             begin = end
         return taken
