@@ -14,7 +14,6 @@ from quire.chat.conversation import ChatInput, ChatPrompt
 from quire.chat.picture_bounds import bad, count_shown, open_shown
 from quire.engine.prompts import ShownPrompt
 from quire.errors import RequestError
-from quire.models.executors.image_features import PromptImages
 from quire.server.admission_control import BYTES_OF_PIXEL
 from quire.server.request_context import RequestContext
 from quire.server.wire.error_responses import Refused
@@ -51,17 +50,18 @@ async def shown_prompt(context: RequestContext, prompt: ChatPrompt, chat: ChatIn
     admission, held = context.service.admission, context.until_answered.enter_context(ExitStack())
     held.enter_context(admission.hold_pixels(num_pixels))
 
-    def shown() -> PromptImages:
-        return vision.read(
+    def shown() -> tuple[ShownPrompt, int]:
+        read = vision.read(
             prompt.text, pictures, videos, add_special_tokens=chat.add_special_tokens
         )
+        return ShownPrompt(token_ids=read.token_ids, images=read), read.num_bytes
 
-    read = await context.in_text_thread(shown, num_bytes=_COLOURS * num_pixels)
+    found, num_bytes = await context.in_text_thread(shown, num_bytes=_COLOURS * num_pixels)
     # A processor may make a large picture of a small one: what it made counts as pixels would.
-    made = -(-read.num_bytes // BYTES_OF_PIXEL)
+    made = -(-num_bytes // BYTES_OF_PIXEL)
     held.close()
     held.enter_context(admission.hold_pixels(max(num_pixels, made)))
-    return ShownPrompt(token_ids=read.token_ids, images=read)
+    return found
 
 
 async def _fetched(context: RequestContext, addresses: Sequence[Any]) -> dict[int, bytes]:
