@@ -60,7 +60,7 @@ def prompt(number: int) -> PromptImages:
 def test_a_step_keeps_no_more_of_an_image_than_it_takes() -> None:
     """Many prompts whose last tokens of an image are computed again, beyond what is kept."""
     model = Seeing()
-    encoder = ImageEncoder(model, {"image": 9}, ROWS * WIDTH * 4)  # type: ignore[arg-type]
+    encoder = ImageEncoder(model, {"image": 9}, ROWS * WIDTH * 4)
     stop = BEFORE + ROWS
     prompts = [prompt(number) for number in range(MANY)]
     ids = torch.full((2 * len(prompts),), 9)
