@@ -150,6 +150,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "an album of scans": (album, "scans: save it with fewer"),
     "many chunks": (lambda: WHOLE[:33] + chunk(b"abCd", b"") * 20_000 + WHOLE[33:], "10,000 parts"),
     "chunks behind": (lambda: WHOLE[:-12] + chunk(b"abCd", b"") * 20_000, "10,000 parts"),
+    "many crumbs": (lambda: WHOLE[:33] + chunk(b"IDAT", b"") * 20_000 + WHOLE[33:], "10,000 parts"),
     "many segments": (lambda: JPEG[:2] + b"\xff\xef\0\2" * 20_000 + JPEG[2:], "10,000 parts"),
     "many fillers": (lambda: JPEG[:2] + b"\xff" * 20_000 + JPEG[2:], "10,000 parts"),
     "many blocks": (gif_of_comments, "10,000 parts"),
@@ -331,6 +332,7 @@ URLS = {
     "javascript:alert(1)": "give it as data:",
     "file://elsewhere/cat.png": "whole path",
     "file:cat.png": "whole path",
+    "file://[/cat.png": "cannot be read: Invalid IPv6 URL",
     "file:///etc/passwd": "no such file",
 }
 
@@ -450,6 +452,7 @@ def test_files_of_the_folder_are_read_and_no_others(tmp_path: Path) -> None:
     (folder / "inner").symlink_to(folder / "sub")
     (folder / "link.png").symlink_to(outside / "cat.png")
     (folder / "linked").symlink_to(outside)
+    (folder / "circle").symlink_to(folder / "circle")
     (folder / "long.png").write_bytes(bytes(100_001))
     os.mkfifo(folder / "pipe.png")
 
@@ -469,6 +472,8 @@ def test_files_of_the_folder_are_read_and_no_others(tmp_path: Path) -> None:
             "": "no such file",
             "pipe.png": "no such file",
             "cat%00.png": "no such file",
+            "circle": "no such file",
+            "circle/cat.png": "no such file",
             "long.png": "max_request_bytes",
         }.items():
             with pytest.raises(Exception, match=why):

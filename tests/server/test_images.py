@@ -17,7 +17,12 @@ from quire import AsyncLLM
 from quire.chat.picture_bounds import open_pictures
 from quire.config import ServerConfig
 from quire.errors import RequestError
-from quire.server.admission_control import MOST_PIXELS_UNDER_WAY, AdmissionControl, Bounds
+from quire.server.admission_control import (
+    BYTES_OF_PIXEL,
+    MOST_PIXELS_UNDER_WAY,
+    AdmissionControl,
+    Bounds,
+)
 from quire.server.wire.error_responses import Refused
 from seers import picture, seer
 from server.asking import run, serving
@@ -319,5 +324,23 @@ def test_pixels_are_held_while_a_chat_is_answered(llm: AsyncLLM) -> None:
             with admission.hold_pixels(MOST_PIXELS_UNDER_WAY - 70 * 90):
                 answer = await client.post("/v1/chat/completions", body)
                 assert answer.status == 200, answer.body
+
+    run(ask())
+
+
+def test_what_a_processor_makes_of_a_small_picture_is_held(llm: AsyncLLM) -> None:
+    """Eight by eight pixels become 28 by 28, three numbers of four bytes each."""
+    made = 28 * 28 * 3 * 4 // BYTES_OF_PIXEL
+
+    async def ask() -> None:
+        async with serving(ServerConfig(chat_template=PARTS), llm=llm) as client:
+            small = url_of(Image.new("RGB", (8, 8)))
+            body = {"messages": asks(small), **GREEDY, "max_tokens": 1}
+            admission = client.service.admission
+            for room, status in ((made - 1, 503), (made, 200), (made - 1, 503)):
+                with admission.hold_pixels(MOST_PIXELS_UNDER_WAY - room):
+                    answer = await client.post("/v1/chat/completions", body)
+                    assert answer.status == status, answer.body
+            assert not admission._num_pixels
 
     run(ask())

@@ -32,6 +32,7 @@ _MOST_PARTS = 10_000  # of a file: each takes some microseconds, and a hundred b
 _MOST_PARTS_TOGETHER = 64 * _MOST_PARTS
 _MOST_PACKED = 64  # of all files: each is a MiB at most once it is unpacked, by Pillow's own limit
 _PNG, _JPEG, _GIF = b"\x89PNG\r\n\x1a\n", b"\xff\xd8", (b"GIF87a", b"GIF89a")
+_CRUMB = 2**10  # bytes: pixels in smaller pieces take time by their pieces
 _PACKED = (b"zTXt", b"iTXt", b"iCCP")
 _SCAN = b"\xff\xda"  # begins one; among a scan's own bytes 0xff is followed by zero
 
@@ -175,14 +176,14 @@ def _parts(data: bytes) -> tuple[int, int]:
 
 
 def _chunks(data: bytes) -> tuple[int, int]:
-    """Count those of a PNG file, behind its pixels too."""
+    """Count those of a PNG file, behind its pixels too; small pieces of pixels are such."""
     parts = packed = 0
     place = len(_PNG)
     while place + 8 <= len(data) and parts <= _MOST_PARTS:
-        kind = data[place + 4 : place + 8]
-        parts += kind != b"IDAT"
+        length, kind = int.from_bytes(data[place : place + 4]), data[place + 4 : place + 8]
+        parts += kind != b"IDAT" or length < _CRUMB
         packed += kind in _PACKED
-        place += 12 + int.from_bytes(data[place : place + 4])
+        place += 12 + length
     return parts, packed
 
 

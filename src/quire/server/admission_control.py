@@ -29,6 +29,7 @@ _NUM_REMEMBERED = 256  # the pace is that of the last sequences that began or en
 _MEMORY_S = 120.0
 # Of all images. A processor makes up to 24 bytes of each, which stay until the request ends.
 MOST_PIXELS_UNDER_WAY = 2**26
+BYTES_OF_PIXEL = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

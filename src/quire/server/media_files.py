@@ -286,19 +286,23 @@ class MediaFiles:
 
     def _local(self, url: str) -> bytes:
         """Read a file beneath the folder. Raises: RequestError."""
-        parts = urlsplit(url)
         if self._folder is None:
             raise RequestError(
                 "this server reads no files, unless its operator allows a folder "
                 "(allowed_local_media_path): send the picture as data:image/png;base64,…"
             )
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise RequestError(f"its URL cannot be read: {error}") from None
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise RequestError("its URL must be file:///PATH, with a whole path")
         try:
             return self._beneath(Path(unquote(parts.path)))
         except RequestError:
             raise
-        except (OSError, ValueError):  # which would tell what else is there
+        # A RuntimeError is of links in a circle. Each would tell what else is there.
+        except (OSError, ValueError, RuntimeError):
             raise RequestError(
                 "there is no such file in the folder that the operator of this server allows "
                 "(allowed_local_media_path)"

@@ -7,12 +7,14 @@ Requests that are under way cannot hold more pixels than the server allows.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from quire.chat.conversation import ChatInput, ChatPrompt
 from quire.chat.picture_bounds import bad, count_shown, open_shown
 from quire.engine.prompts import ShownPrompt
 from quire.errors import RequestError
+from quire.server.admission_control import BYTES_OF_PIXEL
 from quire.server.request_context import RequestContext
 from quire.server.wire.error_responses import Refused
 from quire.server.wire.streams import while_connected
@@ -34,7 +36,8 @@ async def chat_token_ids(context: RequestContext, chat: ChatInput) -> tuple[int,
 async def shown_prompt(context: RequestContext, prompt: ChatPrompt, chat: ChatInput) -> ShownPrompt:
     """Read a prompt's images, in threads, and return it with them.
 
-    Their pixels are made once it is known that the server has room for them, until it has answered.
+    Their pixels are made once it is known that the server has room for them, and count until it has
+    answered; so does what the processor makes of them, if that is more.
     Raises: Refused; RequestError; ClientGone.
     """
     vision = context.service.engine.facts.vision
@@ -44,15 +47,21 @@ async def shown_prompt(context: RequestContext, prompt: ChatPrompt, chat: ChatIn
     pictures, videos, num_pixels = await context.in_text_thread(
         _opened, prompt.images, fetched, num_bytes=num_bytes
     )
-    context.until_answered.enter_context(context.service.admission.hold_pixels(num_pixels))
+    admission, held = context.service.admission, context.until_answered.enter_context(ExitStack())
+    held.enter_context(admission.hold_pixels(num_pixels))
 
-    def shown() -> ShownPrompt:
+    def shown() -> tuple[ShownPrompt, int]:
         read = vision.read(
             prompt.text, pictures, videos, add_special_tokens=chat.add_special_tokens
         )
-        return ShownPrompt(token_ids=read.token_ids, images=read)
+        return ShownPrompt(token_ids=read.token_ids, images=read), read.num_bytes
 
-    return await context.in_text_thread(shown, num_bytes=_COLOURS * num_pixels)
+    found, num_bytes = await context.in_text_thread(shown, num_bytes=_COLOURS * num_pixels)
+    # A processor may make a large picture of a small one: what it made counts as pixels would.
+    made = -(-num_bytes // BYTES_OF_PIXEL)
+    held.close()
+    held.enter_context(admission.hold_pixels(max(num_pixels, made)))
+    return found
 
 
 async def _fetched(context: RequestContext, addresses: Sequence[Any]) -> dict[int, bytes]:

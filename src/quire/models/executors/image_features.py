@@ -12,7 +12,7 @@ what is left is a shift.
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, Literal, TypeAlias, final
 from weakref import WeakKeyDictionary
@@ -46,6 +46,11 @@ class PromptImage:
         """Return how many values its pixels are."""
         return sum(each.numel() for each in self.inputs.values() if each.is_floating_point())
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of its inputs."""
+        return sum(each.nbytes for each in self.inputs.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class PromptImages:
@@ -58,6 +63,11 @@ class PromptImages:
     # What else the model takes of each token, as the kind of expert that it goes to: [P]
     marks: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
     made: Mapping[str, Tensor] = field(default_factory=dict)  # by the processor, for a trial alone
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the inputs of all."""
+        return sum(each.num_bytes for each in self.images)
 
     @property
     def end(self) -> int:
@@ -368,17 +378,24 @@ class ImageEncoder:
     def _taken(
         self, own: PromptImages, start: int, stop: int, used: dict[str, Features]
     ) -> dict[Modality, list[Levels]]:
-        """Return the rows of each image that the tokens [start, stop) of its prompt take."""
+        """Return the rows of each image that the tokens [start, stop) of its prompt take.
+
+        ``used`` is given what was taken last of each.
+        """
         first, last = np.searchsorted(own.places, (start, stop)).tolist()
         taken: dict[Modality, list[Levels]] = {}
         begin = 0
         for image in own.images:
             end = begin + image.num_tokens
             if begin < last and first < end:
-                if image.content_id not in used:
-                    used[image.content_id] = self._features(image)
+                features = self._features(image)
                 rows = slice(max(first, begin) - begin, min(last, end) - begin)
-                levels = tuple(level[rows] for level in used[image.content_id].levels)
+                levels = tuple(level[rows] for level in features.levels)
+                # A copy, or the rest would stay too: of many prompts that are found in the prefix
+                # cache up to their images' last tokens, a step takes few rows of many images.
+                if len(levels[0]) < image.num_tokens:
+                    levels = tuple(level.clone() for level in levels)
+                used[image.content_id] = replace(features, levels=levels)
                 taken.setdefault(image.modality, []).append(levels)
             begin = end
         return taken
