@@ -25,6 +25,7 @@ from engine.test_offloading import offload, until
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.engine.runner import ModelRunner
 from quire.errors import RequestError, UnsupportedModel
+from quire.kv.prefix_index import PrefixKeys
 from quire.models.executors.image_features import ImageEncoder
 from quire.models.loader import adopt, auto_class, load
 from quire.models.vision import Vision, named
@@ -187,6 +188,17 @@ def test_features_are_kept_up_to_a_bound() -> None:
         texts(llm, [shown("llava_next", "w1 @", picture(2)), prompt])
         assert encoder.num_encoded > 4
         assert encoder.kept_bytes == size * 64 * 4
+
+
+def test_features_are_kept_for_their_owner_alone() -> None:
+    """Or the time of a first token would tell what another one has shown."""
+    with llm_of("llava", enable_prefix_caching=False) as llm:
+        encoder, prompt = encoder_of(llm), shown("llava", "w1 @", picture(1))
+        encoded = [encoder.num_encoded]
+        for tenant in ("ann", "ann", "bob"):
+            llm._completions([llm.request(prompt, GREEDY, keys=PrefixKeys(tenant=tenant))], None)
+            encoded.append(encoder.num_encoded)
+    assert [each - encoded[0] for each in encoded] == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3"])

@@ -102,6 +102,7 @@ class RequestMaker:
         else:
             source, token_ids = sources.read(prompt)
         if images is not None:
+            images = replace(images, owner=keys.of_root())
             keys = replace(keys, images=named(images))
         request = Request(
             request_id=next(self._ids),

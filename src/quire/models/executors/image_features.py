@@ -2,9 +2,10 @@
 
 A prompt holds placeholder tokens where an image's features go. An image is encoded once, when the
 first of its tokens is computed. Its features are kept for the chunks that follow, for another
-prompt with the same image and for a sequence that begins anew, up to a bound in bytes. How they get
-under the tokens is the model's own code, which is given them as ``mm_encoder_outputs``. A video is
-an image of another modality: several frames, with an encoder and placeholders of its own.
+prompt of its caller with the same image and for a sequence that begins anew, up to a bound in
+bytes. How they get under the tokens is the model's own code, which is given them as
+``mm_encoder_outputs``. A video is an image of another modality: several frames, with an encoder and
+placeholders of its own.
 
 Some models count an image's tokens along several axes. Behind the last image the axes agree, and
 what is left is a shift.
@@ -63,6 +64,9 @@ class PromptImages:
     # What else the model takes of each token, as the kind of expert that it goes to: [P]
     marks: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
     made: Mapping[str, Tensor] = field(default_factory=dict)  # by the processor, for a trial alone
+    # Keys of the prompt's caller: features of others are not taken, or the time of a first token
+    # would tell what they have shown.
+    owner: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -84,6 +88,7 @@ class PromptImages:
             token_types={name: np.pad(each, around) for name, each in self.token_types.items()},
             marks={name: np.pad(each, around) for name, each in self.marks.items()},
             made=self.made,
+            owner=self.owner,
         )
 
     def inputs(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -245,7 +250,8 @@ class ImageEncoder:
         self, model: PreTrainedModel, token_ids: Mapping[Modality, int], most_bytes: int
     ) -> None:
         self._model, self._token_ids, self._most_bytes = model, token_ids, most_bytes
-        self._kept: OrderedDict[str, Features] = OrderedDict()  # the latest use last
+        # By owner and content, the latest use last.
+        self._kept: OrderedDict[tuple[object, str], Features] = OrderedDict()
         self.kept_bytes = 0
         self.num_encoded = 0  # images
         self._positions: WeakKeyDictionary[PromptImages, Tensor] = WeakKeyDictionary()
@@ -388,7 +394,7 @@ class ImageEncoder:
         for image in own.images:
             end = begin + image.num_tokens
             if begin < last and first < end:
-                features = self._features(image)
+                features = self._features(image, own.owner)
                 rows = slice(max(first, begin) - begin, min(last, end) - begin)
                 levels = tuple(level[rows] for level in features.levels)
                 # A copy, or the rest would stay too: of many prompts that are found in the prefix
@@ -400,15 +406,16 @@ class ImageEncoder:
             begin = end
         return taken
 
-    def _features(self, image: PromptImage) -> Features:
-        """Return an image's features, which are computed unless they are kept."""
-        features = self._kept.get(image.content_id)
+    def _features(self, image: PromptImage, owner: object) -> Features:
+        """Return an image's features, which are computed unless they are kept for this owner."""
+        key = (owner, image.content_id)
+        features = self._kept.get(key)
         if features is not None:
-            self._kept.move_to_end(image.content_id)
+            self._kept.move_to_end(key)
             return features
         features = Features.of(encoded_by(self._model, image), image.num_tokens)
         self.num_encoded += 1
-        self._kept[image.content_id] = features
+        self._kept[key] = features
         self.kept_bytes += features.num_bytes
         # The latest one stays, however large: the next chunk goes on with it.
         while self.kept_bytes > self._most_bytes and len(self._kept) > 1:
