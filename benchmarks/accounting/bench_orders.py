@@ -300,16 +300,17 @@ def claims(
             ">= 1 x",
             holds=lowest.wrong[-1] >= lowest.lru,
         )
-    kind, worst = min(
-        ((kind, each) for kind, each in generated if each.lru),
-        key=lambda pair: pair[1].choice / pair[1].lru,
-    )
-    yield _claim(
-        f"generated traffic: choice against LRU, the worst: {kind}, {worst.blocks:,} blocks",
-        (worst.choice, worst.lru),
-        ">= 0.99 x",
-        holds=worst.choice >= 0.99 * worst.lru,
-    )
+    if generated:
+        kind, worst = min(
+            ((kind, each) for kind, each in generated if each.lru),
+            key=lambda pair: pair[1].choice / pair[1].lru,
+        )
+        yield _claim(
+            f"generated traffic: choice against LRU, the worst: {kind}, {worst.blocks:,} blocks",
+            (worst.choice, worst.lru),
+            ">= 0.99 x",
+            holds=worst.choice >= 0.99 * worst.lru,
+        )
     yield _claim(
         f"{LOOP_BLOCKS:,} blocks in a circle, a cache of {LOOP_CACHE:,}: found, and the optimum",
         (circle.choice, circle.optimum),
