@@ -495,6 +495,8 @@ def test_files_of_the_folder_are_read_and_no_others(tmp_path: Path) -> None:
         ("172.16.0.1", False),
         ("192.168.0.1", False),
         ("100.64.0.1", False),
+        ("168.63.129.16", False),  # Azure's, of the machine's own host
+        ("168.63.129.17", True),
         ("169.254.169.254", False),
         ("224.0.0.1", False),
         ("255.255.255.255", False),

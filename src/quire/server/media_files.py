@@ -41,6 +41,8 @@ _TURN = 128  # parts of an answer, after which others get their turn
 _HEADER_BYTES = 2**14
 _TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
+# They look public: Azure's host of a machine, and Oracle's metadata of older machines.
+_OF_CLOUDS = frozenset({IPv4Address("168.63.129.16"), IPv4Address("192.0.0.192")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,12 @@ class Place:
 def is_public(address: str) -> bool:
     """Return whether an address is of the internet: not private, of this machine or of its link.
 
-    An IPv6 address in which an IPv4 address is written is not.
+    An IPv6 address in which an IPv4 address is written is not, nor one at which a cloud answers its
+    own machines alone.
     """
     found = ip_address(address.partition("%")[0])
     if isinstance(found, IPv4Address):
-        return found.is_global and not found.is_multicast
+        return found.is_global and not found.is_multicast and found not in _OF_CLOUDS
     inner = found.ipv4_mapped, found.sixtofour, found.teredo
     return found in _GLOBAL_UNICAST and found.is_global and not any(inner)
 
