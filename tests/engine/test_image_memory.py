@@ -115,15 +115,13 @@ def test_no_larger_image_is_taken_than_planned() -> None:
         assert texts(llm, [shown("qwen2_vl", "@", picture(1, 140, 140))])
 
 
-# Shows images to a tower of some size, and prints what was planned and what the system counts.
+# Images for a tower of some size.
 CHILD = """
-import json, sys
+import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from transformers import AutoModelForImageTextToText
-from quire import LLM, SamplingParams
-from quire.memory.machine.readings import HostPeak
-from quire.memory.residency import trim_allocator
+from quire import LLM
 from seers import picture, towered_llava
 
 torch.set_num_threads(1)
@@ -136,33 +134,21 @@ llm = LLM(
     max_model_len=1664,
     max_num_batched_tokens=64,
 )
-greedy = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-llm.generate([[5, 6, 7]], greedy)
-said = {"planned": llm.ledger.encoder_bytes, "taken": []}
-for seed in range(2):
+
+
+def shown(seed):
     image = picture(seed, 560, 560)
-    shown = {"prompt": "w1 <image> w2", "multi_modal_data": {"image": image}}
-    request = llm.request(shown, greedy)
-    trim_allocator()
-    peak = HostPeak()
-    peak.begin()
-    llm.start(request, lambda _: None)
-    while llm.step():
-        pass
-    said["taken"].append(peak.peak_bytes())
-print(json.dumps(said))
+    return {"prompt": "w1 <image> w2", "multi_modal_data": {"image": image}}
 """
 
 
 # The same with videos, of four frames; an image takes a quarter of it.
 CHILD_WITH_VIDEOS = """
-import json, sys
+import sys
 sys.path.insert(0, sys.argv[1])
 import numpy as np
 import torch
-from quire import LLM, SamplingParams
-from quire.memory.machine.readings import HostPeak
-from quire.memory.residency import trim_allocator
+from quire import LLM
 from zoo import sight
 
 torch.set_num_threads(1)
@@ -179,13 +165,26 @@ llm = LLM(
     max_num_batched_tokens=4 * 785,
     limit_mm_per_prompt={"image": 1, "video": 1},
 )
+
+
+def shown(seed):
+    frames = np.random.default_rng(seed).integers(0, 256, (4, 392, 392, 3)).astype(np.uint8)
+    return {"prompt": "w1 <video> w2", "multi_modal_data": {"video": frames}}
+"""
+
+
+# Shows two of either, and prints what was planned and what the system counts.
+MEASURE = """
+import json
+from quire import SamplingParams
+from quire.memory.machine.readings import HostPeak
+from quire.memory.residency import trim_allocator
+
 greedy = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 llm.generate([[5, 6, 7]], greedy)
 said = {"planned": llm.ledger.encoder_bytes, "taken": []}
 for seed in range(2):
-    frames = np.random.default_rng(seed).integers(0, 256, (4, 392, 392, 3)).astype(np.uint8)
-    shown = {"prompt": "w1 <video> w2", "multi_modal_data": {"video": frames}}
-    request = llm.request(shown, greedy)
+    request = llm.request(shown(seed), greedy)
     trim_allocator()
     peak = HostPeak()
     peak.begin()
@@ -200,7 +199,7 @@ print(json.dumps(said))
 @pytest.mark.parametrize("child", [CHILD, CHILD_WITH_VIDEOS], ids=["images", "videos"])
 def test_the_system_counts_what_was_planned(child: str) -> None:
     """The operating system's own figures, while images are computed behind a tower."""
-    done = run_fork(child, str(Path(__file__).parents[1]), timeout=300)
+    done = run_fork(child + MEASURE, str(Path(__file__).parents[1]), timeout=300)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     if None in said["taken"]:
