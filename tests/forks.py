@@ -9,7 +9,6 @@ imports, or about what a fresh process finds, starts its process itself.
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import select
@@ -217,23 +216,22 @@ def _next_job(control: socket.socket) -> dict[str, Any] | None:
 
 
 def _import_libraries() -> None:
+    from quire.cli.imports import quick_imports
     from quire.config import keep_few_shapes, wait_patiently
 
-    gc.disable()  # what imports make, stays
     keep_few_shapes()  # as a command does before it imports torch
     wait_patiently()
-    import quire
-    import quire.cli.serve
-    import quire.server.app
-    import quire.server.run
-    from quire.models.loader import load
+    # A fork need not look through it, which also copies it.
+    with quick_imports():
+        import quire
+        import quire.cli.serve
+        import quire.server.app
+        import quire.server.run
+        from quire.models.loader import load
 
-    for name in quire.__all__:
-        getattr(quire, name)
-    load()  # with all that it imports of Transformers
-    gc.enable()
-    gc.freeze()  # a fork need not look through it, which also copies it
-    atexit.register(gc.unfreeze)  # so that a library that counts what is left finds nothing
+        for name in quire.__all__:
+            getattr(quire, name)
+        load()  # with all that it imports of Transformers
 
 
 def _run(code: CodeType, *, leaves: bool) -> None:
