@@ -165,12 +165,15 @@ class OrderTrials:
             hits.end(num_blocks, self._now)
 
     def evidence(self, policy: str, block_tokens: int) -> Evidence:
-        """Return what the trials have found, for pools of such blocks. Any thread may call."""
+        """Return what the trials have found, for pools of such blocks. Any thread may call.
+
+        Of the orders that shadows promise for: those that heed clients are counted in full here.
+        """
         return Evidence(
             policy=policy,
             block_tokens=block_tokens,
             num_blocks=self._num_blocks,
-            accounts=tuple(self._accounts),
+            accounts=tuple(self._accounts[: len(self._won)]),
             promises=tuple(self._won),
         )
 
