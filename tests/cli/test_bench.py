@@ -96,7 +96,7 @@ def test_a_trace_is_replayed_and_kept(
         "2023-11-16 18:15:47.0000000,390,90\n"
         "2023-11-16 18:15:48.0000000,99999,90\n"
     )
-    flags = ("--trace", str(trace), "--trace-scale", "0.1", "--trace-speed", "50")
+    flags = ("--trace", str(trace), "--trace-scale", "0.1", "--trace-speed", "4")
     found = bench(monkeypatch, capsys, *flags, "--save-result", str(result), "--save-detailed")
     assert found == json.loads(result.read_text())
     assert set(found) == VLLM_KEYS | DETAILS | {"kv"}
@@ -111,7 +111,8 @@ def test_a_trace_is_replayed_and_kept(
         True,
     ]
     assert found["itls"][2] == []
-    assert found["start_times"][1] - found["start_times"][0] >= 0.019
+    # A quarter of a second apart; only the first one may be late, by what a busy machine takes.
+    assert found["start_times"][1] - found["start_times"][0] >= 0.15
 
 
 def test_a_server_is_asked_the_same_and_measured_alike(
