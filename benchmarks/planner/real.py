@@ -25,7 +25,7 @@ from rich.console import Console
 
 from benchmarks.harness.report import Table, show
 from quire.bench import calibrate as calibration
-from quire.bench.calibrate import calibrate, warm_up
+from quire.bench.calibrate import about, calibrate, warm_up
 from quire.engine.llm import LLM
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.step_costs import Clock
@@ -35,7 +35,7 @@ from quire.engine.step_plan import StepPlan
 from quire.kv import CacheConfig
 from quire.memory.machine.readings import MemoryReading
 from quire.models.recorded import recordings
-from quire.planner.simulation.cost_model import Fit, FittedCosts
+from quire.planner.simulation.cost_model import FittedCosts
 from quire.planner.simulation.simulated_engine import prices_of
 from quire.planner.simulation.simulator import Fleet, make_replica
 from quire.sampling_params import SamplingParams
@@ -67,6 +67,11 @@ class Workload:
     tokens: int
     options: dict[str, Any] = field(default_factory=dict)
     is_timed: bool = False  # the engine decides by measured times: steps need not be equal
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest sequence."""
+        return max(len(asked.prompt) + asked.num_tokens for asked in self.asked)
 
 
 @dataclass(slots=True)
@@ -328,27 +333,63 @@ def cache_of(workload: Workload) -> str:
 
 
 class Calibrations:
-    """An engine of each strategy, that has served; it is calibrated again and again."""
+    """An engine of each strategy, that has served; it is calibrated again and again.
 
-    def __init__(self, loaded: Any, clock: Clock, most_age_s: float) -> None:
+    With a folder each strategy's costs are kept there, and what it has is not measured again.
+    Without ``rehearses`` an engine that has recorded its passes is measured at once: where a step
+    takes long, what it does first is not seen in it. No context is longer than ``longest`` tokens.
+    """
+
+    def __init__(
+        self,
+        loaded: Any,
+        clock: Clock,
+        most_age_s: float,
+        *,
+        longest: int,
+        folder: Path | None,
+        rehearses: bool,
+    ) -> None:
         self._loaded, self._clock, self._most_age_s = loaded, clock, most_age_s
+        self._folder, self._rehearses = folder, rehearses
+        self._options = COMMON | {"max_model_len": longest}
         self._engines: dict[str, LLM] = {}
-        self._known: dict[str, tuple[float, Fit]] = {}
+        self._known: dict[str, tuple[float, FittedCosts]] = {}
 
-    def take(self, cache: str) -> Fit:
+    def take(self, cache: str) -> FittedCosts:
         """How fast the machine is just now, or was a short while ago."""
         if cache in self._known and time.monotonic() - self._known[cache][0] < self._most_age_s:
             return self._known[cache][1]
+        kept = self._folder and self._folder / f"{cache}.json"
+        if kept and kept.exists():
+            return FittedCosts.read(kept)
         is_warm = cache in self._engines
         if not is_warm:
             room = 40_000 * self._loaded.spec.bytes_per_token
             self._engines[cache] = LLM(
-                self._loaded, gauge=Plenty(), cache=cache, kv_cache_memory_bytes=room, **COMMON
+                self._loaded,
+                gauge=Plenty(),
+                cache=cache,
+                kv_cache_memory_bytes=room,
+                **self._options,
             )
         llm = self._engines[cache]
-        found = calibrate(llm, rounds=1, is_warm=is_warm, clock=self._clock)
-        self._known[cache] = time.monotonic(), found
-        return found
+        if not is_warm and not self._rehearses:
+            warm_up(llm)
+            is_warm = True
+        found = calibrate(llm, rounds=1, is_warm=is_warm, clock=self._clock, report=_report)
+        costs = about(found, machine="", model="", cache=cache, num_threads=1).costs
+        self._known[cache] = time.monotonic(), costs
+        if kept:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            costs.write(kept)
+            self._engines.pop(cache).close()  # it holds memory for 40,000 tokens
+        return costs
+
+
+def _report(done: int, total: int) -> None:
+    if sys.stderr.isatty() or done % 10 == 0:
+        print(f"  calibration: {done} of {total} points", file=sys.stderr)
 
 
 def _row(name: str, taken: list[dict[str, Any]]) -> list[str]:
@@ -397,6 +438,13 @@ def main(  # noqa: PLR0913 - each is a flag
     record_after: Annotated[
         int, typer.Option(min=1, help="Steps of a size after which it is recorded. Few: less wait.")
     ] = recordings.WORTH_IT,
+    calibrations_folder: Annotated[
+        Path | None,
+        typer.Option("--calibrations", help="Kept there, one a strategy, for runs in pieces."),
+    ] = None,
+    rehearses: Annotated[
+        bool, typer.Option(help="Run each calibration's grid once before it is measured.")
+    ] = True,
     home: Annotated[Path, typer.Option(help="Folder of the large model.")] = Path(".venv-peers"),
 ) -> None:
     """Simulated against real: throughput, preemptions, hits, and each step."""
@@ -415,14 +463,22 @@ def main(  # noqa: PLR0913 - each is a flag
     parts = only.split(",")
     wanted = [w for w in workloads(loaded.vocab_size) if any(part in w.name for part in parts)]
     recordings.WORTH_IT, calibration._TIMES = record_after, record_after + 1
-    calibrations = Calibrations(loaded, clock, most_age_s)
+    calibrations = Calibrations(
+        loaded,
+        clock,
+        most_age_s,
+        longest=max(workload.longest for workload in wanted),
+        folder=calibrations_folder,
+        rehearses=rehearses,
+    )
     for number in range(rounds):
         due = [w for w in wanted if (number, w.name) not in known]
         for workload in due:
-            found = calibrations.take(cache_of(workload))
-            taken = sample(loaded, workload, found.costs, clock)
+            costs = calibrations.take(cache_of(workload))
+            taken = sample(loaded, workload, costs, clock)
             taken |= {"model": model, "round": number, "workload": workload.name}
-            taken |= {"calibration_error": found.median_error, "spread": found.spread}
+            taken |= {"calibration_error": costs.about["median_error"]}
+            taken |= {"spread": costs.about["spread"]}
             samples.setdefault(workload.name, []).append(taken)
             if samples_file:
                 with samples_file.open("a") as file:
