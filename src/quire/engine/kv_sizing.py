@@ -181,29 +181,37 @@ def tier_bytes(config: EngineConfig, groups: Sequence[Group], page_bytes: int) -
 
 
 def require_blocks(
-    config: EngineConfig, name: str, *, source_tokens: int, has_blocks: bool
+    config: EngineConfig,
+    name: str,
+    *,
+    source_tokens: int,
+    has_blocks: bool,
+    option: str = "kv_tier",
 ) -> None:
     """Refuse tiers for a cache of which no block can be named, or is whole in one process.
 
-    ``has_blocks``: the cache's strategy keeps blocks that may come from outside.
+    ``has_blocks``: the cache's strategy keeps blocks that may come from outside; ``option``: for
+    which blocks are needed.
 
     Raises: ConfigError.
     """
     if config.tensor_parallel_size > 1:
         raise ConfigError(
-            f"kv_tier needs tensor_parallel_size=1, and it is {config.tensor_parallel_size}: each "
+            f"{option} needs tensor_parallel_size=1, and it is {config.tensor_parallel_size}: each "
             f"rank has a part of every block, and only whole blocks are stored"
         )
     if source_tokens:
         raise ConfigError(
-            f"kv_tier cannot be used with {name}: what an encoder-decoder writes depends "
+            f"{option} cannot be used with {name}: what an encoder-decoder writes depends "
             f"on its source, which names no block"
         )
     if not config.enable_prefix_caching:
-        raise ConfigError("kv_tier needs enable_prefix_caching: blocks from tiers are found by it")
+        raise ConfigError(
+            f"{option} needs enable_prefix_caching: blocks from elsewhere are found by it"
+        )
     if not has_blocks:
         raise ConfigError(
-            f"kv_tier needs blocks, and cache={config.cache} has none here: use cache=paged"
+            f"{option} needs blocks, and cache={config.cache} has none here: use cache=paged"
         )
 
 

@@ -58,7 +58,7 @@ TIER_SPEEDS: Mapping[str, TierSpeed] = MappingProxyType(
         "file": _speed(0.87, 0.56, 0.1, "a cold file on a virtual disk, measured"),
         "redis": _speed(2.4, 2.2, 0.5, "Redis 7 over TCP on the same machine, measured"),
         "rediss": _speed(0.9, 0.9, 0.5, "assumed: TLS on one core"),
-        PEER: _speed(0.96, 10.3, 0.1, "a peer's blocks over a Unix socket, on a busy host, measured"),
+        PEER: _speed(0.96, 10.3, 0.1, "from a peer over a Unix socket, on a busy host, measured"),
         "mooncake": _speed(5.2, 0.84, 0.1, "one host without RDMA, measured"),
         "s3": _speed(1.0, 1.0, 20.0, "assumed: a network of 10 Gbit/s"),
         "gs": _speed(1.0, 1.0, 20.0, "assumed: a network of 10 Gbit/s"),
@@ -339,16 +339,23 @@ def pays_from(tier: PlannedTier, token_s: float, *, most_tokens: int) -> int | N
 
 
 def require_tier_blocks(
-    config: EngineConfig, name: str, accounting: Accounting, *, num_ranks: int, source_tokens: int
+    config: EngineConfig,
+    name: str,
+    accounting: Accounting,
+    *,
+    num_ranks: int,
+    source_tokens: int,
+    has_peers: bool = False,
 ) -> None:
-    """Refuse, as the engine does, tiers for a cache whose blocks cannot be stored.
+    """Refuse, as the engine does, tiers and peers for a cache whose blocks cannot be stored.
 
-    Raises: ConfigError.
+    ``has_peers``: prefill replicas leave blocks for others. Raises: ConfigError.
     """
-    if config.tiers:
+    if config.tiers or has_peers:
         require_blocks(
             replace(config, tensor_parallel_size=num_ranks),
             name,
             source_tokens=source_tokens,
             has_blocks=isinstance(accounting, ExternalBlocks),
+            option="kv_tier" if config.tiers else "prefill_replicas",
         )

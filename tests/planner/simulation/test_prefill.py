@@ -114,6 +114,12 @@ def test_a_slow_link_makes_the_first_token_wait_until_it_does_not_pay() -> None:
     assert slow.latencies["ttft_s"]["max"] > quick.latencies["ttft_s"]["max"]
 
 
+def test_a_prompt_goes_on_when_its_blocks_are_out() -> None:
+    quick, slow = run(fleet_with()), run(fleet_with(speed="peer=100,0.001,0"))  # to write them
+    assert apart(slow).moved_tokens == 288 * apart(slow).num_prompts["apart"] > 0
+    assert slow.latencies["ttft_s"]["max"] > 0.5 + quick.latencies["ttft_s"]["max"]
+
+
 def test_what_prefill_replicas_find_in_their_caches_is_found() -> None:
     trace = [request(each.at_s, 320, 4, 1, 2, 3, 4, 5) for each in busy()[8:]]
     result = run(fleet_with(), [*busy()[:8], *trace])

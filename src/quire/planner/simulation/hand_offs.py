@@ -13,10 +13,9 @@ from typing import TypeAlias, final
 
 from quire.engine.sequence import RemoteBlocks
 from quire.engine.sequence import Sequence as EngineSequence
-from quire.planner.simulation.simulated_replica import Arrival, SimulatedReplica
+from quire.planner.simulation.simulated_replica import SimulatedReplica
 from quire.planner.simulation.virtual_tiers import VirtualPeer
 from quire.traces import TraceRequest
-
 
 # Makes a replica that leaves blocks there, and tells of answers and of requests that never run.
 MakePrefillReplica: TypeAlias = Callable[
@@ -31,11 +30,12 @@ class HandOff:
     at_s: float
     number: int  # of the request, in the trace
     place: int = field(compare=False)  # of the replica that goes on
-    arrival: Arrival = field(compare=False)
+    request: TraceRequest = field(compare=False)
+    remote: RemoteBlocks | None = field(compare=False)  # None: nothing is left of it
 
 
 @dataclass(slots=True)
-class _Asked:
+class _OpenPrompt:
     """A prompt at a prefill replica."""
 
     request: TraceRequest
@@ -68,13 +68,13 @@ class HandOffs:
             make(peer, partial(self._answered, peer.number), partial(self._refused, peer.number))
             for peer in peers
         )
-        self._asked: list[dict[int, _Asked]] = [{} for _ in peers]  # by number
+        self._asked: list[dict[int, _OpenPrompt]] = [{} for _ in peers]  # by number
         self._due: list[HandOff] = []  # a heap
 
     def ask(self, prefill: int, request: TraceRequest, number: int, place: int) -> None:
         """Ask a prefill replica for a prompt that came now, and goes on at a place."""
-        self._asked[prefill][number] = _Asked(request, place)
-        self.replicas[prefill].add(Arrival(request=request, number=number), request.at_s)
+        self._asked[prefill][number] = _OpenPrompt(request, place)
+        self.replicas[prefill].add(request, number)
 
     def _answered(self, prefill: int, sequence: EngineSequence) -> None:
         """Note that a prefill replica has answered."""
@@ -116,5 +116,5 @@ class HandOffs:
                     continue
                 at_s = max(at_s, whole_s)
             del self._asked[prefill][number]
-            arrival = Arrival(request=asked.request, number=number, remote=asked.remote)
-            heapq.heappush(self._due, HandOff(at_s, number, asked.place, arrival))
+            goes_on = HandOff(at_s, number, asked.place, asked.request, asked.remote)
+            heapq.heappush(self._due, goes_on)

@@ -38,7 +38,7 @@ ROUTES: Final[Mapping[str, MakePlacement]] = MappingProxyType(
 
 
 @dataclass(slots=True)
-class _Heard:
+class _Known:
     """What is known of a replica besides its placement: as a door knows it, a little late."""
 
     load: Load | None = None
@@ -72,7 +72,7 @@ class Router:
         self._encoder = EventEncoder(groups, block_size)
         self._names = [str(number) for number in range(num_replicas + num_prefill)]
         self._num_replicas, self._block_size = num_replicas, block_size
-        self._heard = [_Heard() for _ in self._names]
+        self._heard = [_Known() for _ in self._names]
         self._detours = Detours()
         self.num_prefilled = Counter[Prefilled]()
         self._apart: dict[int, tuple[Placed, float]] = {}  # of prefill replicas, and since when

@@ -182,7 +182,7 @@ REPORT_S: Final = 0.1  # between two reports of a replica's load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class _Arrival:
     """A request that has come to a replica."""
 
     request: TraceRequest
@@ -196,9 +196,9 @@ class SimulatedReplica:
 
     ``ended`` receives each sequence that has ended. ``by_steps`` turns strides off. ``waste``
     samples fragmentation. ``carrier`` is that of the engine's tiers, if it has some. ``line`` leads
-    to the router of a fleet, which hears of blocks, tokens and load. A replica that ``is_prefill``
-    computes prompts alone. ``refused`` receives the number of a request that can never run. At one
-    moment a step ends first, then requests arrive, then the next step begins.
+    to the router of a fleet, which hears of blocks, tokens and load. One whose carrier leaves
+    blocks for others computes prompts alone. ``refused`` receives the number of a request that can
+    never run. At one moment a step ends first, then requests arrive, then the next step begins.
     """
 
     def __init__(
@@ -212,8 +212,6 @@ class SimulatedReplica:
         by_steps: bool = False,
         waste: Waste | None = None,
         carrier: VirtualCarrier | None = None,
-        is_prefill: bool = False,
-        refused: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.engine, self.cache = engine, cache
         self.scheduler = engine.scheduler
@@ -221,7 +219,8 @@ class SimulatedReplica:
         self.num_refused = 0  # requests that can never run
         self.num_steps = 0
         self.busy_s = 0.0  # of steps
-        self._is_prefill, self._refused = is_prefill, refused
+        self.refused: Callable[[int], None] = lambda _: None
+        self._is_prefill = carrier is not None and carrier.is_of_prefill
         self._clock, self._costs = clock, costs
         self._ended, self._by_steps, self.waste = ended, by_steps, waste
         self.carrier = carrier
@@ -229,13 +228,13 @@ class SimulatedReplica:
         self._source = cache.accounting if isinstance(cache.accounting, BlockEventSource) else None
         self._before_token: dict[int, Sequence] = {}  # admitted or waiting, by number
         self._evidence = cache.accounting if isinstance(cache.accounting, EvidenceSource) else None
-        if is_prefill:  # it sees the prompts of others once more: that is no evidence
+        if self._is_prefill:  # it sees the prompts of others once more: that is no evidence
             self._evidence = None
         self._evidence_s = 0.0  # when evidence is told next
         self._report_s = 0.0  # when the next report is due
         self._idle_is_told = False
         self._may_stride = Reach(cache.accounting.groups).is_full
-        self._coming: deque[Arrival] = deque()
+        self._coming: deque[_Arrival] = deque()
         self._params: dict[int, SamplingParams] = {}  # by max_tokens, since their checks take time
         # FCFS admits only the first requests, so the others wait outside the scheduler, in the
         # small form that they have in a trace. Other policies must see all requests.
@@ -254,15 +253,27 @@ class SimulatedReplica:
     def is_idle(self) -> bool:
         return not self._coming and not self.scheduler.has_unfinished
 
-    def add(self, arrival: Arrival, at_s: float) -> None:
-        """Add a request of the trace, which has come here by now, at ``at_s``."""
+    def add(
+        self,
+        request: TraceRequest,
+        number: int,
+        *,
+        at_s: float | None = None,
+        remote: RemoteBlocks | None = None,
+    ) -> None:
+        """Add the ``number``-th request of the trace, which has come here by now.
+
+        ``at_s``: when, if that was later than it came to the fleet; ``remote``: what a prefill
+        replica has left of its prompt.
+        """
+        at_s = request.at_s if at_s is None else at_s
         if self.is_idle and at_s > self.now_s:
             self._store_until(at_s)
             self.timeline.jump(at_s)
             self._clock.wait_until(at_s)
             if self.waste is not None:
                 self.waste.skip(at_s)
-        self._coming.append(arrival)
+        self._coming.append(_Arrival(request=request, number=number, remote=remote))
 
     @property
     def next_s(self) -> float:
@@ -318,7 +329,7 @@ class SimulatedReplica:
                 self.num_refused += 1
                 if self.line is not None:
                     self.line.tell_end(self.now_s, number)
-                self._refused(number)
+                self.refused(number)
                 continue
             if self.line is not None:
                 self._before_token[number] = came[0]
@@ -332,7 +343,7 @@ class SimulatedReplica:
             assert self.carrier is not None, "blocks that go nowhere"
             self.carrier.wait_for_room(moment_s - self.now_s)
 
-    def _request(self, arrival: Arrival) -> Request:
+    def _request(self, arrival: _Arrival) -> Request:
         max_tokens = max(1, arrival.request.output_tokens)
         params = self._params.get(max_tokens)
         if params is None:

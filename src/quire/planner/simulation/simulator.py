@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import Any, final
+from typing import final
 
 from quire.config import EngineConfig
 from quire.engine.kv_sizing import kv_needs, ledger_for, staging_bytes, stored_spec
@@ -38,9 +38,9 @@ from quire.planner.simulation.result import (
 )
 from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, Router, RouterLine
 from quire.planner.simulation.simulated_engine import VirtualClock, virtual_engine
-from quire.planner.simulation.simulated_replica import Arrival, SimulatedReplica
+from quire.planner.simulation.simulated_replica import SimulatedReplica
 from quire.planner.simulation.virtual_carrier import VirtualCarrier
-from quire.planner.simulation.virtual_tiers import VirtualPeer, VirtualTier
+from quire.planner.simulation.virtual_tiers import Places, VirtualPeer, VirtualTier
 from quire.planner.simulation.waste import Waste
 from quire.planner.subject import Subject
 from quire.spec import ModelSpec
@@ -78,37 +78,29 @@ def make_replica(
     *,
     by_steps: bool = False,
     looks_at_waste: bool = False,
-    tiers: Sequence[VirtualTier] = (),
+    places: Places | None = None,
     line: RouterLine | None = None,
-    leaves_at: VirtualPeer | None = None,
-    peers: Sequence[VirtualPeer] = (),
-    refused: Callable[[int], None] = lambda _: None,
 ) -> SimulatedReplica:
-    """Make an idle replica of a fleet, with these tiers and this line to the router.
-
-    ``leaves_at``: where a prefill replica leaves what it computes; ``peers``: from which another
-    one loads that; ``refused``: told of requests that can never run.
+    """Make an idle replica of a fleet, with places for its blocks and this line to the router.
 
     Raises: ConfigError for an unknown strategy, and for tiers and one without blocks.
     """
     clock = VirtualClock()
     sizes = replace(fleet.sizes, keep_events=line is not None and line.hears_of_blocks)
     accounting = build_accounting(fleet.cache, fleet.spec, sizes)
-    carrier = None
-    if tiers or peers or leaves_at is not None:
+    carrier, places = None, places or Places()
+    if places.tiers or places.hands_over:
         block_size = found_block_size(accounting, fleet.sizes.block_size)
         carrier = VirtualCarrier(
             accounting.groups,
             block_size,
-            tiers,
+            places,
             fleet.costs,
             clock,
             staging_bytes=staging_bytes(
                 accounting.groups, block_size, fleet.limits.max_num_batched_tokens
             ),
             shares_processor=fleet.is_on_host,
-            leaves_at=leaves_at,
-            peers=peers,
         )
     engine, cache = virtual_engine(
         accounting,
@@ -117,8 +109,8 @@ def make_replica(
         clock,
         swap_bytes=fleet.swap_bytes,
         carrier=carrier,
-        write=fleet.tier_write if tiers else "never",
-        transfer=carrier if peers or leaves_at is not None else None,
+        write=fleet.tier_write if places.tiers else "never",
+        transfer=carrier if places.hands_over else None,
     )
     waste = Waste(cache.accounting) if looks_at_waste else None
     replica = SimulatedReplica(
@@ -130,8 +122,6 @@ def make_replica(
         by_steps=by_steps,
         waste=waste,
         carrier=carrier,
-        is_prefill=leaves_at is not None,
-        refused=refused,
     )
     replica.line = line
     return replica
@@ -181,24 +171,34 @@ def simulate(
     router = router_of(fleet)
     peers = [VirtualPeer(_peer_of(fleet), number) for number in range(fleet.num_prefill)]
 
-    def make(place: int, ended: Callable[[EngineSequence], None], **role: Any) -> SimulatedReplica:
+    def make(
+        place: int,
+        ended: Callable[[EngineSequence], None],
+        *,
+        leaves_at: VirtualPeer | None = None,
+    ) -> SimulatedReplica:
+        tiers = (shared.get(n) or VirtualTier(tier) for n, tier in enumerate(fleet.tiers))
         return make_replica(
             fleet,
             ended,
             by_steps=by_steps,
             looks_at_waste=looks_at_waste,
-            tiers=[shared.get(n) or VirtualTier(tier) for n, tier in enumerate(fleet.tiers)],
+            places=Places(
+                tiers=tuple(tiers),
+                leaves_at=leaves_at,
+                peers=() if leaves_at is not None else tuple(peers),
+            ),
             line=router.line(place) if router is not None else None,
-            **role,
         )
 
     def make_prefill(
         peer: VirtualPeer, ended: Callable[[EngineSequence], None], refused: Callable[[int], None]
     ) -> SimulatedReplica:
-        place = fleet.num_replicas + peer.number
-        return make(place, ended, leaves_at=peer, refused=refused)
+        replica = make(fleet.num_replicas + peer.number, ended, leaves_at=peer)
+        replica.refused = refused
+        return replica
 
-    replicas = [make(place, listener(place), peers=peers) for place in range(fleet.num_replicas)]
+    replicas = [make(place, listener(place)) for place in range(fleet.num_replicas)]
     hand_offs = HandOffs(peers, make_prefill, delay_s=fleet.event_delay_s) if peers else None
     num_requests = _Replay(replicas, router, hand_offs).run(trace)
     prefill = () if hand_offs is None else hand_offs.replicas
@@ -238,8 +238,10 @@ class _Replay:
             going_on = handed.advance()
             if going_on is not None:
                 assert self.router is not None, "a fleet with prefill replicas has a router"
-                self.router.note_handed_over(has_blocks=going_on.arrival.remote is not None)
-                self.replicas[going_on.place].add(going_on.arrival, going_on.at_s)
+                self.router.note_handed_over(has_blocks=going_on.remote is not None)
+                self.replicas[going_on.place].add(
+                    going_on.request, going_on.number, at_s=going_on.at_s, remote=going_on.remote
+                )
         prefill = () if handed is None else handed.replicas
         for replica in (*self.replicas, *prefill):
             replica.run_until(moment_s)
@@ -251,7 +253,7 @@ class _Replay:
             place = self.router.choose(request, number)
             prefill = self.router.choose_apart(request, number)
         if prefill is None or self.hand_offs is None:
-            self.replicas[place].add(Arrival(request=request, number=number), request.at_s)
+            self.replicas[place].add(request, number)
         else:
             self.hand_offs.ask(prefill - len(self.replicas), request, number, place)
 
@@ -411,7 +413,6 @@ def fleet_for(
     costs: StepCosts,
     *,
     num_replicas: int = 1,
-    num_prefill: int = 0,
     routing: str = "round-robin",
     num_ranks: int = 1,
     tier_table: TierTable | None = None,
@@ -437,10 +438,6 @@ def fleet_for(
         num_ranks=num_ranks,
         source_tokens=subject.spec.source_tokens,
     )
-    block_size = found_block_size(accounting, config.block_size)
-    peer = None
-    if num_prefill:
-        peer = planned_peer(accounting.groups, block_size=block_size, table=tier_table)
     return Fleet(
         spec=spec,
         cache=config.cache,
@@ -455,10 +452,42 @@ def fleet_for(
         costs=costs,
         swap_bytes=config.swap_space,
         num_replicas=num_replicas,
-        num_prefill=num_prefill,
-        peer=peer,
         routing=routing,
-        tiers=planned_tiers(config, accounting.groups, block_size=block_size, table=tier_table),
+        tiers=planned_tiers(
+            config,
+            accounting.groups,
+            block_size=found_block_size(accounting, config.block_size),
+            table=tier_table,
+        ),
         tier_write=config.kv_tier_write,
         is_on_host=not on_gpu,
     )
+
+
+def with_prefill(
+    fleet: Fleet,
+    num_prefill: int,
+    subject: Subject,
+    config: EngineConfig,
+    *,
+    num_ranks: int = 1,
+    tier_table: TierTable | None = None,
+) -> Fleet:
+    """Return a fleet with so many prefill replicas besides; ``tier_table``: the speed of its links.
+
+    Raises: ConfigError for a cache whose blocks cannot be handed over.
+    """
+    if not num_prefill:
+        return fleet
+    accounting = build_accounting(fleet.cache, fleet.spec, fleet.sizes)
+    require_tier_blocks(
+        config,
+        subject.name,
+        accounting,
+        num_ranks=num_ranks,
+        source_tokens=subject.spec.source_tokens,
+        has_peers=True,
+    )
+    block_size = found_block_size(accounting, config.block_size)
+    peer = planned_peer(accounting.groups, block_size=block_size, table=tier_table)
+    return replace(fleet, num_prefill=num_prefill, peer=peer)

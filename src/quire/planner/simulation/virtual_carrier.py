@@ -25,7 +25,7 @@ from quire.kv.prefix_index import BlockEvent, BlockIdentity
 from quire.planner.planned_tiers import RECORDS_A_CALL
 from quire.planner.simulation.cost_model import StepCosts
 from quire.planner.simulation.simulated_engine import VirtualClock
-from quire.planner.simulation.virtual_tiers import VirtualPeer, VirtualTier
+from quire.planner.simulation.virtual_tiers import Places, VirtualPeer
 from quire.spec import Group
 from quire.tiers import Name
 
@@ -74,24 +74,20 @@ class VirtualCarrier:
         self,
         groups: Sequence[Group],
         block_size: int,
-        tiers: Sequence[VirtualTier],  # its own, the nearest first
+        places: Places,
         costs: StepCosts,
         clock: VirtualClock,
         *,
         staging_bytes: int,
         shares_processor: bool,  # what stores takes computing from the steps
-        leaves_at: VirtualPeer | None = None,  # where a prefill replica leaves prompts
-        peers: Sequence[VirtualPeer] = (),  # from which one that goes on with prompts loads them
     ) -> None:
-        """Make a carrier with tiers, or for prompts that one replica computes for another."""
         self.when_idle: Callable[[], bool] | None = None
-        self.tiers = tuple(tiers)
+        self.tiers, self._places = places.tiers, places
         self.peer_load_s, self.num_peer_records = 0.0, 0  # that were loaded from peers
-        self._leaves_at, self._peers = leaves_at, tuple(peers)
-        self._sources = (*self.tiers, *(peer.tier for peer in self._peers))
+        self._sources = places.sources
         self._groups, self._block_size = tuple(groups), block_size
         self._costs, self._clock = costs, clock
-        known = self._sources[0] if leaves_at is None else leaves_at.tier
+        known = self._sources[0] if places.leaves_at is None else places.leaves_at.tier
         self._sizes = known.planned.record_bytes
         self._everywhere = [n for n, group in enumerate(groups) if reads_all(group)]
         self._elsewhere = [n for n in range(len(groups)) if n not in self._everywhere]
@@ -285,8 +281,13 @@ class VirtualCarrier:
 
     @property
     def _peer(self) -> VirtualPeer:
-        assert self._leaves_at is not None, "nothing is left for others here"
-        return self._leaves_at
+        assert self._places.leaves_at is not None, "nothing is left for others here"
+        return self._places.leaves_at
+
+    @property
+    def is_of_prefill(self) -> bool:
+        """Return whether it leaves blocks for other replicas."""
+        return self._places.leaves_at is not None
 
     @property
     def is_idle(self) -> bool:
@@ -320,7 +321,7 @@ class VirtualCarrier:
         return 0.0 if remote is None else WAIT_S
 
     def release_remote(self, remote: RemoteBlocks) -> None:
-        self._peers[remote.port].release(remote.lease)
+        self._places.peers[remote.port].release(remote.lease)
 
     def end_leases(self) -> None:
         """Do nothing: no model here is another one than it was."""

@@ -28,7 +28,7 @@ class VirtualTier:
 
 
 @dataclass(slots=True)
-class _Lease:
+class _VirtualLease:
     """Memory for the records of one prompt."""
 
     until_s: float
@@ -49,7 +49,7 @@ class VirtualPeer:
     def __init__(self, planned: PlannedTier, number: int = 0) -> None:
         """``number``: of the prefill replica."""
         self.tier, self.number = VirtualTier(planned), number
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, _VirtualLease] = {}
         self._num_leases = Counter[Name]()  # of each record
         self._sizes: dict[Name, int] = {}
         self._numbers = count(1)
@@ -64,7 +64,7 @@ class VirtualPeer:
         for name in [name for name, each in self._leases.items() if each.until_s <= now_s]:
             self.release(name)
         capacity = self.tier.planned.capacity_bytes
-        own, num_blocks = _Lease(now_s + _LEASE_S), 0
+        own, num_blocks = _VirtualLease(now_s + _LEASE_S), 0
         for sizes in blocks:
             held = self._used_bytes + self._reserved_bytes + own.reserved_bytes
             if capacity is not None and held + sum(sizes) > capacity:
@@ -117,9 +117,31 @@ class VirtualPeer:
                 self._used_bytes -= self._sizes.pop(name)
                 self.tier.records.drop(name)
 
-    def _settle(self, own: _Lease, size: int, now_s: float) -> None:
+    def _settle(self, own: _VirtualLease, size: int, now_s: float) -> None:
         own.num_due -= 1
         own.reserved_bytes -= size
         self._reserved_bytes -= size
         if not own.num_due:
             own.whole_s = now_s
+
+
+# -- of one replica --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where a replica's blocks go, and where they come from."""
+
+    tiers: tuple[VirtualTier, ...] = ()  # the nearest first
+    leaves_at: VirtualPeer | None = None  # where a prefill replica leaves prompts
+    peers: tuple[VirtualPeer, ...] = ()  # from which one that goes on with prompts loads them
+
+    @property
+    def hands_over(self) -> bool:
+        """Return whether blocks go from replica to replica here."""
+        return self.leaves_at is not None or bool(self.peers)
+
+    @property
+    def sources(self) -> tuple[VirtualTier, ...]:
+        """Return what blocks are loaded from: its tiers, and then its peers."""
+        return (*self.tiers, *(peer.tier for peer in self.peers))
