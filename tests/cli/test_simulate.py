@@ -124,7 +124,10 @@ def test_traffic_that_comes_faster_waits_longer(trace: Path) -> None:
         (["--replicas", "0"], "--replicas 0"),
         (["--prefill-replicas", "-1"], "--prefill-replicas -1"),
         (["--tier-speed", "peer=1,1"], "there are none: give --prefill-replicas"),
-        (["--prefill-replicas", "1", "--cache", "growing"], "prefill_replicas needs blocks"),
+        (
+            ["--prefill-replicas", "1", "--cache", "growing"],
+            "prefill_replicas needs what kv_tier does: kv_tier needs blocks",
+        ),
         (
             ["--replicas", "60", "--prefill-replicas", "9", "--routing", "prefix-aware"],
             "--replicas 60 and --prefill-replicas 9 is too many",

@@ -181,37 +181,29 @@ def tier_bytes(config: EngineConfig, groups: Sequence[Group], page_bytes: int) -
 
 
 def require_blocks(
-    config: EngineConfig,
-    name: str,
-    *,
-    source_tokens: int,
-    has_blocks: bool,
-    option: str = "kv_tier",
+    config: EngineConfig, name: str, *, source_tokens: int, has_blocks: bool
 ) -> None:
     """Refuse tiers for a cache of which no block can be named, or is whole in one process.
 
-    ``has_blocks``: the cache's strategy keeps blocks that may come from outside; ``option``: for
-    which blocks are needed.
+    ``has_blocks``: the cache's strategy keeps blocks that may come from outside.
 
     Raises: ConfigError.
     """
     if config.tensor_parallel_size > 1:
         raise ConfigError(
-            f"{option} needs tensor_parallel_size=1, and it is {config.tensor_parallel_size}: each "
+            f"kv_tier needs tensor_parallel_size=1, and it is {config.tensor_parallel_size}: each "
             f"rank has a part of every block, and only whole blocks are stored"
         )
     if source_tokens:
         raise ConfigError(
-            f"{option} cannot be used with {name}: what an encoder-decoder writes depends "
+            f"kv_tier cannot be used with {name}: what an encoder-decoder writes depends "
             f"on its source, which names no block"
         )
     if not config.enable_prefix_caching:
-        raise ConfigError(
-            f"{option} needs enable_prefix_caching: blocks from elsewhere are found by it"
-        )
+        raise ConfigError("kv_tier needs enable_prefix_caching: blocks from tiers are found by it")
     if not has_blocks:
         raise ConfigError(
-            f"{option} needs blocks, and cache={config.cache} has none here: use cache=paged"
+            f"kv_tier needs blocks, and cache={config.cache} has none here: use cache=paged"
         )
 
 

@@ -351,11 +351,16 @@ def require_tier_blocks(
 
     ``has_peers``: prefill replicas leave blocks for others. Raises: ConfigError.
     """
-    if config.tiers or has_peers:
+    if not (config.tiers or has_peers):
+        return
+    try:
         require_blocks(
             replace(config, tensor_parallel_size=num_ranks),
             name,
             source_tokens=source_tokens,
             has_blocks=isinstance(accounting, ExternalBlocks),
-            option="kv_tier" if config.tiers else "prefill_replicas",
         )
+    except ConfigError as error:
+        if config.tiers:
+            raise
+        raise ConfigError(f"prefill_replicas needs what kv_tier does: {error}") from error

@@ -106,7 +106,10 @@ def test_prefill_replicas_are_said_to_lose_or_to_be_a_trade(
         (("--replicas", "2"), "give --prefill-replicas"),
         ((*arguments, "--prefill-replicas", "1", "--request-rate", "0"), "--request-rate 0"),
         ((*arguments, "--prefill-replicas", "-1"), "--prefill-replicas -1"),
-        ((*arguments, "--prefill-replicas", "1", "--tp", "2"), "prefill_replicas needs tensor"),
+        (
+            (*arguments, "--prefill-replicas", "1", "--tp", "2"),
+            "prefill_replicas needs what kv_tier does: kv_tier needs tensor",
+        ),
         ((*arguments, "--calibration", str(here)), "both give the speed"),
     ):
         code, _, err = quire(monkeypatch, capsys, *flags)

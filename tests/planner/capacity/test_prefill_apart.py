@@ -142,5 +142,5 @@ def test_nothing_is_said_where_nothing_fits() -> None:
     none = replace(found, cell=replace(found.cell, max_num_seqs=0))
     link = peer_of(found)
     assert prefill_apart(none, COSTS, link, num_replicas=1, num_prefill=1) is None
-    with pytest.raises(ConfigError, match="prefill_replicas needs enable_prefix_caching"):
+    with pytest.raises(ConfigError, match=r"prefill_replicas needs .* enable_prefix_caching"):
         peer_of(planned(enable_prefix_caching=False))
