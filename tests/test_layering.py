@@ -64,17 +64,18 @@ MAY_IMPORT = {
     "fleet.key_table": "",
     "fleet.prefix_directory": "errors units spec kv engine.event_format fleet.key_table",
     "fleet.placement": "units kv fleet.key_table fleet.prefix_directory",
+    "fleet.detours": "units kv sampling_params engine.sequence fleet.placement",
     "fleet.shared_evidence": "kv",
     "planner": "errors units traces config spec memory kv tiers sampling_params"
     " engine.sequence engine.step_plan engine.statistics engine.scheduling engine.scheduler"
     " engine.interfaces engine.core engine.kv_sizing figures engine.event_format"
-    " fleet.prefix_directory fleet.placement fleet.shared_evidence",
+    " fleet.prefix_directory fleet.placement fleet.detours fleet.shared_evidence",
     "server": "errors version units traces config spec kv tiers sampling_params engine.sequence"
     " engine.step_plan engine.statistics engine.scheduling engine.scheduler engine chat"
     " engine.event_format",
     "fleet": "errors units config spec kv tiers sampling_params engine.sequence engine server"
     " engine.event_format engine.transfer fleet.key_table fleet.prefix_directory fleet.placement"
-    " fleet.shared_evidence",
+    " fleet.detours fleet.shared_evidence",
     "http": "errors",
     "bench": "errors units traces kv sampling_params devices engine.step_plan engine.scheduling"
     " engine.kv_cache engine http planner",

@@ -21,7 +21,10 @@ from quire.planner.simulation.simulated_engine import prices_of
 from quire.planner.subject import find_subject
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "planning.md"
-SHOWN = re.compile(r"```text\n\$ quire (plan [^\n]*)\n(.*?)```", re.DOTALL)
+# A command, and from where on its output is shown, if not from the beginning.
+SHOWN = re.compile(
+    r"```text\n\$ quire (plan [^\n|]*[^\n| ])(?: \| sed -n '/\^([^/]+)/,\$p')?\n(.*?)```", re.DOTALL
+)
 COLUMNS = "110"
 
 
@@ -49,7 +52,7 @@ def guide(text: str) -> str:
     text = said.sub(
         lambda m: f"in {token} µs in steps of {m[1]}, which\na tier of less than {rate} GB/s", text
     )
-    return SHOWN.sub(lambda found: _shown(found[1]), text)
+    return SHOWN.sub(lambda found: _shown(found[1], found[2]), text)
 
 
 def computed() -> tuple[str, str]:
@@ -59,7 +62,15 @@ def computed() -> tuple[str, str]:
     return f"{1e6 * token_s:.0f}", f"{subject.spec.bytes_per_token / token_s / 1e9:.2g}"
 
 
-def _shown(command: str) -> str:
+def from_line(printed: str, begins: str | None) -> str:
+    """Return what is shown of an output: from the first line that begins so, or all of it."""
+    lines = [line.rstrip() for line in printed.splitlines()]
+    if begins is not None:
+        lines = lines[next(n for n, line in enumerate(lines) if line.startswith(begins)) :]
+    return "\n".join(lines).strip("\n")
+
+
+def _shown(command: str, begins: str | None) -> str:
     begin = [sys.executable, "-c", "from quire.cli import main; main()"]
     environment = {**os.environ, "COLUMNS": COLUMNS, "NO_COLOR": "1"}
     done = subprocess.run(
@@ -69,8 +80,8 @@ def _shown(command: str) -> str:
         env=environment,
         check=False,
     )
-    lines = "\n".join(line.rstrip() for line in done.stdout.splitlines())
-    return f"```text\n$ quire {command}\n{lines.strip(chr(10))}\n```"
+    part = "" if begins is None else f" | sed -n '/^{begins}/,$p'"
+    return f"```text\n$ quire {command}{part}\n{from_line(done.stdout, begins)}\n```"
 
 
 if __name__ == "__main__":

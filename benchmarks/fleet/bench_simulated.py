@@ -246,6 +246,7 @@ def calibrated(model: str | None) -> FittedCosts:
     for process in processes:
         process.join()
     costs: dict[str, Any] = {name: mean(own[name] for own in found) for name in _COEFFICIENTS}
+    costs["is_recorded"] = all(own["is_recorded"] for own in found)
     return FittedCosts(**costs)
 
 

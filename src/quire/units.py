@@ -99,3 +99,8 @@ def format_seconds(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds // 60:.0f} m {seconds % 60:02.0f} s"
+
+
+def format_latency(seconds: float) -> str:
+    """Write seconds in three digits, as milliseconds where they are less than one: ``12.3 ms``."""
+    return f"{1e3 * seconds:,.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"

@@ -81,6 +81,17 @@ def test_tiers_behind_the_memory(trace: Path, tmp_path: Path) -> None:
     assert "Tiers:" not in _page_without(trace, tmp_path)
 
 
+def test_prefill_replicas_compute_prompts_for_the_others(trace: Path) -> None:
+    flags = ("--replicas", "2", "--prefill-replicas", "1", "--tier-speed", "peer=25,25")
+    said = run(trace, *flags, "--rate", "40")
+    for words in ("prompts computed apart", "by prefill replicas", "prefill replicas idle"):
+        assert words in said
+    assert "25 GB/s read" in said
+    (variant,) = json.loads(run(trace, *flags, "--json"))["variants"]
+    assert sum(variant["prefill"]["num_prompts"].values()) == 12
+    assert variant["num_finished"]["length"] == 12
+
+
 def _page_without(trace: Path, tmp_path: Path) -> str:
     page = tmp_path / "without.html"
     run(trace, "--report", page)
@@ -111,6 +122,16 @@ def test_traffic_that_comes_faster_waits_longer(trace: Path) -> None:
     [
         (["--rate", "0"], "--rate 0"),
         (["--replicas", "0"], "--replicas 0"),
+        (["--prefill-replicas", "-1"], "--prefill-replicas -1"),
+        (["--tier-speed", "peer=1,1"], "there are none: give --prefill-replicas"),
+        (
+            ["--prefill-replicas", "1", "--cache", "growing"],
+            "prefill_replicas needs what kv_tier does: kv_tier needs blocks",
+        ),
+        (
+            ["--replicas", "60", "--prefill-replicas", "9", "--routing", "prefix-aware"],
+            "--replicas 60 and --prefill-replicas 9 is too many",
+        ),
         (["--routing", "random"], "known: round-robin"),
         (["--num-requests", "0"], "--num-requests 0"),
         (["--device", "abacus"], "abacus"),

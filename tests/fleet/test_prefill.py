@@ -12,8 +12,9 @@ import pytest
 from fleet.replicas import OPTIONS, Fleet, door, engine, fleet_of, until
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import ConfigError
+from quire.fleet.detours import Detours
 from quire.fleet.placement import Load, Placed
-from quire.fleet.prefill import Detours, PrefillPlaces
+from quire.fleet.prefill import PrefillPlaces
 from quire.fleet.replica import facts_of, load_of
 from quire.models.loader import load
 from server.asking import run
@@ -253,9 +254,10 @@ def test_it_pays_where_sequences_would_wait() -> None:
 
     def pays(tokens: int = 1000, here: Load = load, there: Load = idle, queued: int = 0) -> bool:
         running = here.num_running
-        return detours.pays(
+        trade = detours.weigh(
             placed(tokens), here, there, num_running=running, queued_tokens=queued, block_size=16
         )
+        return trade.pays
 
     assert pays()
     assert not pays(here=Load(compute_s_per_token=1e-3))  # none runs there
@@ -263,11 +265,12 @@ def test_it_pays_where_sequences_would_wait() -> None:
     assert not pays(there=Load(compute_s_per_token=5e-3))  # it computes as slowly
     slow = Load(compute_s_per_token=1e-3, num_running=4, load_s_per_block={"STORAGE": 0.1})
     assert not pays(here=slow)  # what is loaded is computed sooner
-    assert pays(tokens=10)
+    assert pays(tokens=20)
+    assert not pays(tokens=15)  # of less than a block nothing is loaded
     for _ in range(100):
         detours.note(took_s=1.5, computing_s=1.0)
     assert 0.49 < detours.mean_s < 0.51
-    assert not pays(tokens=10)  # a short prompt
+    assert not pays(tokens=20)  # a short prompt
     assert pays()
 
 

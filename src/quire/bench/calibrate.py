@@ -19,7 +19,7 @@ from quire.engine.scheduling.step_costs import Clock
 from quire.engine.scheduling.swap_space import readable_tokens, slots_of
 from quire.kv import Accounting, CacheConfig, Copy, Fits, Storage, build_accounting, build_storage
 from quire.planner.simulation.cost_model import (
-    RECORDED_TOKENS,
+    RECORDED_SIZES,
     Fit,
     Reach,
     StepWork,
@@ -170,9 +170,7 @@ def _pair(
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (8, 24, 64, 200, 600, 1500)
 _DECODES = 12  # decoding steps per point
-# The engine records a step of up to 128 tokens when 24 of its size have run.
-_SIZES = (1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), 80, 96, 112, RECORDED_TOKENS)
-_TIMES = 25
+_TIMES = 25  # the engine records a pass when 24 steps of its size have run
 _MOST_LATE = 8  # most sequences that start one by one, or end so
 _MOST_SHORT = 200  # tokens of a prompt where room is short
 
@@ -218,7 +216,7 @@ def warm_up(llm: "LLM") -> None:
     longest = min(limits.max_num_batched_tokens, llm.max_model_len - 1)
     vocabulary, rng = vocabulary_of(llm), np.random.default_rng(1)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    for size in (n for n in _SIZES if n <= longest):
+    for size in (n for n in RECORDED_SIZES if n <= longest):
         for _ in range(_TIMES):
             prompt = vocabulary.draw(rng, size)
             llm.start(llm.request(prompt, params), lambda _: None)

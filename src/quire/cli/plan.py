@@ -4,15 +4,17 @@ No weights are loaded. Torch is imported only for --validate, or to query a GPU 
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from quire.cli.options import AsJson, Weights, load_model, with_engine_options
+from quire.cli.options import AsJson, Weights, in_panel, load_model, with_engine_options
 from quire.cli.plan_report import Speeds, as_dict, print_plan, print_table_of_models
 from quire.cli.planned_tiers import TierSizes, TierSpeeds
 from quire.config import EngineConfig
@@ -20,7 +22,7 @@ from quire.errors import ConfigError, RequestError
 from quire.memory import HostMemory
 from quire.memory.machine import may_have_cuda, read_machine
 from quire.memory.machine.probe import spare_mappings
-from quire.planner.capacity import CapacityPlan, Divide, PlanTarget, tiers_of, typical
+from quire.planner.capacity import CapacityPlan, Divide, PlanTarget, peer_of, tiers_of, typical
 from quire.planner.capacity import plan as make_plan
 from quire.planner.first_token import first_token
 from quire.planner.fit import changes, longest, most_sequences
@@ -30,18 +32,23 @@ from quire.planner.hardware import (
     machine_of,
     machine_with,
     named_devices,
+    named_speeds,
     roofline,
 )
 from quire.planner.images import Ask, ImageSizes, PlannedImages, planned_images
 from quire.planner.planned_tiers import TierTable
+from quire.planner.prefill_apart import prefill_apart
 from quire.planner.saturation import saturated
 from quire.planner.sequence_memory import PlannedLengths
+from quire.planner.simulation.cost_model import FittedCosts, RooflineCosts, StepCosts
 from quire.planner.simulation.simulated_engine import prices_of
 from quire.planner.subject import PUBLISHED, Subject, find_subject, published_models
 from quire.spec.tensor_parallel import rank_spec
 from quire.units import format_count, parse_bytes
 
 _HOST_PAGE_BYTES = 4096
+_MOST_REPLICAS = 4096
+_FLEET = "Fleet"
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -98,6 +105,28 @@ def plan(  # noqa: PLR0913 - flags
         bool, typer.Option("--list", help="Show the bundled table of models and its sources.")
     ] = False,
     weights: Weights = PUBLISHED,
+    replicas: Annotated[int, in_panel(_FLEET, "Replicas of the fleet that write answers.")] = 1,
+    prefill_replicas: Annotated[
+        int,
+        in_panel(
+            _FLEET,
+            "Further replicas that compute prompts for the others: say what that gives and takes, "
+            "against as many equal replicas. Needs a --device of known speed, or --calibration; "
+            "--tier-speed peer=… gives the speed of the links.",
+        ),
+    ] = 0,
+    request_rate: Annotated[
+        float | None,
+        in_panel(
+            _FLEET,
+            "Typical requests per second for the whole fleet, at which both are compared. Default: "
+            "half of the most that equal replicas answer.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Take the speed from a file that quire bench --calibrate wrote."),
+    ] = None,
     validate: Annotated[
         bool,
         typer.Option(
@@ -114,6 +143,8 @@ def plan(  # noqa: PLR0913 - flags
     With --kv-tier, also what each tier holds, and from how many tokens on loading a prompt from it
     is quicker than computing it on --device. No tier is opened.
 
+    With --prefill-replicas, also what a fleet gains and loses whose prompts are computed apart.
+
     \b
     quire plan
     quire plan Llama-3.1-8B --device h100 --max-model-len 32768
@@ -121,6 +152,7 @@ def plan(  # noqa: PLR0913 - flags
     quire plan Llama-3.3-70B-Instruct --device h200 --weights fp8
     quire plan ./my-model --memory 64GB --input-len 4000 --output-len 500
     quire plan Llama-3.1-8B --device h100 --kv-tier 'memory:?size=160GiB'
+    quire plan Llama-3.1-8B --device h100 --prefill-replicas 1 --tier-speed peer=25,25
     quire plan gemma-3-12b-it --device h100 --images 2x1024x768
     quire plan --validate
 
@@ -137,7 +169,9 @@ def plan(  # noqa: PLR0913 - flags
     if device is None and memory is None:
         device = "cpu" if validate else config.device
     table = TierTable.of(tier_speed or (), tier_size or ())
-    table.require_used(config.tiers)
+    table.require_used(config.tiers, has_peers=prefill_replicas > 0)
+    costs_of = _costs_of(calibration, device)
+    _refuse_fleet(replicas, prefill_replicas, request_rate, has_speed=costs_of is not None)
     place = place_of(memory, device, num_ranks=tp)
     if config.quantization is not None and place.here != "cpu" and memory is None:
         raise ConfigError(
@@ -174,19 +208,73 @@ def plan(  # noqa: PLR0913 - flags
         )
         fitted, found = _fitted(found, fit, for_many="max_num_seqs" in engine)
         remedies = [] if found.fits else list(changes(found))
-    token_s = first = full = encoder_s = None
-    tiers = tiers_of(found, table)
-    if (key := known_speed(device)) is not None:
-        costs = roofline(subject, rank_spec(subject.spec, tp), key, tp)
-        token_s = prices_of(costs, found.config.max_num_batched_tokens).token_s
-        first, full = first_token(found, costs), saturated(found, costs)
-        encoder_s = None if shown is None else shown.encoder_s(costs)
-    speed = Speeds(token_s=token_s, first=first, full=full, encoder_s=encoder_s)
+    tiers, speed = tiers_of(found, table), Speeds()
+    if costs_of is not None:
+        costs = costs_of(subject, tp)
+        speed = Speeds(
+            source="the device's data sheet" if calibration is None else str(calibration),
+            token_s=prices_of(costs, found.config.max_num_batched_tokens).token_s,
+            first=first_token(found, costs),
+            full=saturated(found, costs),
+            encoder_s=None
+            if shown is None or not isinstance(costs, RooflineCosts)
+            else shown.encoder_s(costs),
+        )
+        if prefill_replicas:
+            compared = prefill_apart(
+                found,
+                costs,
+                peer_of(found, table),
+                num_replicas=replicas,
+                num_prefill=prefill_replicas,
+                requests_per_s=request_rate,
+            )
+            speed = replace(speed, apart=compared)
     if as_json:
         said = as_dict(found, remedies, fitted, tiers=tiers, speeds=speed, images=shown)
         print(json.dumps(said))
     else:
         print_plan(found, remedies, fitted, tiers=tiers, speeds=speed, images=shown)
+
+
+def _costs_of(
+    calibration: Path | None, device: str | None
+) -> Callable[[Subject, int], StepCosts] | None:
+    """Return what makes a cost model of a subject and its ranks; None where no speed is known.
+
+    Raises: ConfigError.
+    """
+    key = known_speed(device)
+    if calibration is not None:
+        if key is not None:
+            raise ConfigError("--calibration and --device both give the speed: give one")
+        fitted = FittedCosts.read(calibration)
+        return lambda subject, num_ranks: fitted
+    if key is None:
+        return None
+    return lambda subject, num_ranks: roofline(
+        subject, rank_spec(subject.spec, num_ranks), key, num_ranks
+    )
+
+
+def _refuse_fleet(replicas: int, prefill: int, rate: float | None, *, has_speed: bool) -> None:
+    """Check the options of a fleet. Raises: ConfigError."""
+    if not 1 <= replicas <= _MOST_REPLICAS:
+        raise ConfigError(f"--replicas {replicas} must be from 1 to {_MOST_REPLICAS:,}")
+    if not 0 <= prefill <= _MOST_REPLICAS:
+        raise ConfigError(f"--prefill-replicas {prefill} must be from 0 to {_MOST_REPLICAS:,}")
+    if rate is not None and not 0 < rate < inf:
+        raise ConfigError(f"--request-rate {rate:g} must be a number above 0")
+    if not prefill and (replicas > 1 or rate is not None):
+        raise ConfigError(
+            "--replicas and --request-rate are of a fleet with prefill replicas: give "
+            "--prefill-replicas, or leave them out"
+        )
+    if prefill and not has_speed:
+        raise ConfigError(
+            f"--prefill-replicas {prefill} is compared by time: give a --device of known speed "
+            f"({named_speeds()}), or --calibration"
+        )
 
 
 def num_ranks_of(tp: int, config: EngineConfig) -> int:

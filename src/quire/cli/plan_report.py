@@ -1,7 +1,7 @@
 """Print what ``quire plan`` finds, as tables or as JSON."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from quire.planner.fit import OptionChange
 from quire.planner.images import PlannedImages
 from quire.planner.planned_tiers import PlannedTier, pays_from
 from quire.planner.precision import named
+from quire.planner.prefill_apart import PrefillApart, Side
 from quire.planner.saturation import Saturation
 from quire.planner.subject import PublishedModels as Models
 from quire.planner.subject import subject_of
@@ -34,7 +35,7 @@ from quire.spec import (
 )
 from quire.spec.layer_specs import LayerSpec
 from quire.spec.tensor_parallel import is_replicated
-from quire.units import format_bytes, format_count
+from quire.units import format_bytes, format_count, format_latency
 
 # -- what vLLM would log ---------------------------------------------------------------------------
 
@@ -94,12 +95,14 @@ def start_up(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """What a plan's device computes by its data sheet; None: its speed is not known."""
+    """What a plan's device computes, by ``source``; None: its speed is not known."""
 
+    source: str = ""
     token_s: float | None = None  # to compute a token
     first: FirstToken | None = None
     full: Saturation | None = None
     encoder_s: float | None = None  # to encode an image
+    apart: PrefillApart | None = None  # a fleet with prefill replicas, against equal ones
 
 
 def print_plan(
@@ -126,7 +129,11 @@ def print_plan(
     for table in _tiers(found, tiers, token_s) if tiers else ():
         console.print(table)
     console.print(_comparison(found))
-    for line in (*_notes(found), *_first_token(found, first)):
+    if (apart := speeds.apart) is not None:
+        console.print(_fleet(found, apart))
+        for line in _about_fleet(found, apart):
+            console.print(line)
+    for line in (*_notes(found), *_first_token(found, first, speeds.source)):
         console.print(line)
     if fitted:
         console.print(f"[bold green]found[/]  {escape(fitted)}")
@@ -193,6 +200,7 @@ def as_dict(
         "weights_precision": subject.precision.name,
         "weights_bytes_by_precision": dict(subject.bytes_by_precision),
         "first_token": None if speeds.first is None else asdict(speeds.first),
+        "prefill_apart": None if speeds.apart is None else _apart(speeds.apart),
         "saturation": None if speeds.full is None else asdict(speeds.full),
         "images": None
         if images is None
@@ -258,7 +266,7 @@ def _answer(found: CapacityPlan, full: Saturation | None) -> str:
         if full is not None:
             said += (
                 f", which make about {float(f'{full.output_tokens_per_s:.3g}'):,.0f} tokens a "
-                f"second, one of each in {_milliseconds(full.step_s)}"
+                f"second, one of each in {format_latency(full.step_s)}"
             )
     else:
         said = f"[bold red]does not fit[/] on {on}"
@@ -271,15 +279,15 @@ def _answer(found: CapacityPlan, full: Saturation | None) -> str:
     return f"{said}; weights {weights} ({others})"
 
 
-def _first_token(found: CapacityPlan, first: FirstToken | None) -> Iterator[str]:
+def _first_token(found: CapacityPlan, first: FirstToken | None, source: str) -> Iterator[str]:
     """Yield what a step's limit of tokens costs the first token, where that is much."""
     if first is None or not first.saves:
         return
     yield (
         f"[dim]A prompt of {format_count(found.request.input_tokens)} tokens alone takes "
-        f"{_milliseconds(first.seconds)} to its first token in steps of "
-        f"{format_count(first.chunk_tokens)}, and {_milliseconds(first.better_seconds)} with "
-        f"--max-num-batched-tokens {first.better_chunk_tokens} (by the device's data sheet).[/]"
+        f"{format_latency(first.seconds)} to its first token in steps of "
+        f"{format_count(first.chunk_tokens)}, and {format_latency(first.better_seconds)} with "
+        f"--max-num-batched-tokens {first.better_chunk_tokens} (by {source}).[/]"
     )
 
 
@@ -323,7 +331,7 @@ def _images(images: PlannedImages, encoder_s: float | None) -> str:
     else:
         said += "; the encoder's memory is not known"
     if encoder_s is not None:
-        said += f", encoded in about {_milliseconds(encoder_s)} by the device's data sheet"
+        said += f", encoded in about {format_latency(encoder_s)} by the device's data sheet"
     return f"[dim]images: {said}[/]"
 
 
@@ -420,8 +428,8 @@ def _tiers(
         table.add_row(
             tier.name,
             pools,
-            _milliseconds(figures["load_s"]),
-            "" if token_s is None else _milliseconds(figures["compute_s"]),
+            format_latency(figures["load_s"]),
+            "" if token_s is None else format_latency(figures["compute_s"]),
             _tokens_from(figures["pays_from_tokens"]) if token_s is not None else "",
         )
     yield table
@@ -447,12 +455,77 @@ def _pays(found: CapacityPlan, tier: PlannedTier, token_s: float | None) -> dict
     }
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3g} ms"
-
-
 def _tokens_from(tokens: int | None) -> str:
     return "never" if tokens is None else f"{format_count(tokens)} tokens"
+
+
+def _apart(apart: PrefillApart) -> dict[str, Any]:
+    trade = None if apart.trade is None else {**asdict(apart.trade), "pays": apart.trade.pays}
+    said = {"verdict": apart.verdict, "sentence": apart.sentence, "trade": trade}
+    return {**asdict(apart), **said, "move_s": apart.move.seconds}
+
+
+def _fleet(found: CapacityPlan, apart: PrefillApart) -> Table:
+    """Make a table of a fleet with prefill replicas beside equal ones."""
+    request = found.request
+    asked = f"{format_count(request.input_tokens)} + {format_count(request.output_tokens)}"
+    num_equal = apart.num_replicas + apart.num_prefill
+    table = plain_table(
+        f"Requests of {asked} tokens by equal replicas, and with prompts computed apart",
+        "",
+        f"{format_count(num_equal)} equal",
+        f"{format_count(apart.num_replicas)} + {format_count(apart.num_prefill)}",
+    )
+    table.columns[0].no_wrap = True
+    sides = (apart.together, apart.apart)
+
+    def row(name: str, figure: Callable[[Side], str]) -> None:
+        table.add_row(name, *map(figure, sides))
+
+    row("most requests/s", lambda side: f"{side.most_requests_per_s:,.3g}")
+    row("sequences at once", lambda side: format_count(side.num_sequences))
+    table.add_section()
+    table.add_row(f"[cyan]at {apart.requests_per_s:,.3g} requests/s[/]")
+    row("  between tokens", lambda side: _or_behind(side.token_s))
+    row("  longest step", lambda side: _or_behind(side.longest_step_s))
+    row(
+        "  steps that compute prompts",
+        lambda side: "" if side.prompt_steps is None else f"{side.prompt_steps:.0%}",
+    )
+    row("  first token", lambda side: _or_behind(side.first_token_s))
+    return table
+
+
+def _or_behind(seconds: float | None) -> str:
+    return "falls behind" if seconds is None else format_latency(seconds)
+
+
+def _about_fleet(found: CapacityPlan, apart: PrefillApart) -> Iterator[str]:
+    """Yield the verdict on prefill replicas, and what moving, waiting and idling take."""
+    move, trade = apart.move, apart.trade
+    yield f"[bold]{escape(apart.sentence)}.[/]"
+    yield (
+        f"[dim]A prompt moves {format_bytes(move.num_bytes)} for {format_count(move.num_tokens)} "
+        f"of its {format_count(found.request.input_tokens)} tokens, and its first token comes "
+        f"{format_latency(move.seconds)} later for it: copied out "
+        f"{format_latency(move.copy_out_s)}, over the link "
+        f"{format_latency(move.leave_s + move.load_s)}, inserted beside steps "
+        f"{format_latency(move.insert_s)}.[/]"
+    )
+    most = f"{apart.apart.most_requests_per_s:,.3g}"
+    yield (
+        f"[dim]At {most} requests/s replicas that write have no time left; prefill replicas are "
+        f"idle for {apart.prefill_idle_fraction:.0%} of it, and hold no answers.[/]"
+    )
+    if trade is not None:
+        goes = "so it goes apart" if trade.pays else "so it is computed there"
+        if trade.pays and apart.share is not None and 0 < apart.share < 1:
+            goes += f", until prefill replicas or links are behind: {apart.share:.0%} of them"
+        yield (
+            f"[dim]The door's view of a prompt at {apart.requests_per_s:,.3g} requests/s: it costs "
+            f"all that wait {format_latency(trade.here_s)} where its answer is written, and "
+            f"{format_latency(trade.apart_s)} apart, {goes}.[/]"
+        )
 
 
 def _comparison(found: CapacityPlan) -> Table:

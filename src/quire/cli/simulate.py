@@ -25,7 +25,7 @@ from quire.planner.planned_tiers import TierTable
 from quire.planner.simulation.cost_model import FittedCosts, StepCosts
 from quire.planner.simulation.result import Goals
 from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, ROUTES
-from quire.planner.simulation.simulator import Fleet, fleet_for
+from quire.planner.simulation.simulator import Fleet, fleet_for, with_prefill
 from quire.planner.simulation.simulator import simulate as run_simulation
 from quire.planner.simulation.timeline import ChromeTrace
 from quire.planner.subject import PUBLISHED, Subject, find_subject
@@ -35,6 +35,7 @@ from quire.traces.synthetic import Gamma, LogNormal, Synthetic
 from quire.units import format_bytes
 
 _MOST_DELAY_MS = 60_000
+_MOST_REPLICAS = 4096
 _LOOKED_AT = 1000  # requests of a trace, for the ids of their blocks
 
 # -- traffic ---------------------------------------------------------------------------------------
@@ -174,6 +175,14 @@ def simulate(  # noqa: PLR0913 - each is a flag
     ] = 0.0,
     tp: Annotated[int, in_panel("Machine", "Devices per replica (tensor parallelism).")] = 1,
     replicas: Annotated[int, in_panel("Machine", "Engines that share the traffic.")] = 1,
+    prefill_replicas: Annotated[
+        int,
+        in_panel(
+            "Machine",
+            "Further engines, which compute prompts for the others where that costs less, as in "
+            "quire fleet. --tier-speed peer=… gives the speed of the links to them.",
+        ),
+    ] = 0,
     routing: Annotated[
         str, in_panel("Machine", f"How a request is routed to a replica: {', '.join(ROUTES)}.")
     ] = "round-robin",
@@ -257,6 +266,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
     quire simulate conversation.jsonl --model Llama-3.1-8B --device h100
     quire simulate trace.csv --device l40s --cache contiguous,growing,paged
     quire simulate trace.jsonl --tp 8 --replicas 4 --routing prefix-aware
+    quire simulate trace.jsonl --replicas 3 --prefill-replicas 1 --tier-speed peer=25,25
     quire simulate trace.csv --calibration here.json --budget auto,vllm
     quire simulate trace.jsonl --cache paged,virtual --report out.html
     quire simulate trace.jsonl --kv-tier 'memory:?size=160GiB' \\
@@ -264,7 +274,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
 
     Raises: ConfigError, ModelNotLoadable, MemoryUnavailable.
     """
-    _refuse(replicas, tp, routing, event_delay)
+    _refuse(replicas, prefill_replicas, tp, routing, event_delay)
     if calibration is not None and device is not None:
         raise ConfigError("--calibration and --device both give the speed: give one")
     if report is not None:
@@ -289,7 +299,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
     if chrome_trace is not None and len(variants) * len(traffic.sources) > 1:
         raise ConfigError("--chrome-trace takes one simulation: name one trace and no lists")
     tier_table = TierTable.of(tier_speed or (), tier_size or ())
-    tier_table.require_used(variants[0][1].tiers)
+    tier_table.require_used(variants[0][1].tiers, has_peers=prefill_replicas > 0)
     subject = find_subject(model, dtype=variants[0][1].dtype, weights=weights)
     strategies = {config.cache for _, config in variants}
     costs, notes = _costs(subject, device, calibration, tp, strategies, expert_skew)
@@ -308,7 +318,9 @@ def simulate(  # noqa: PLR0913 - each is a flag
                 chrome.ended(replica, sequence)
 
         for source in traffic.sources:
-            for name, config in _as_told(traffic, source, variants, notes):
+            for name, config in _as_told(
+                traffic, source, variants, notes, has_peers=prefill_replicas > 0
+            ):
                 # An engine here has a limit of mappings; that of another machine is not known.
                 fleet = fleet_for(
                     subject,
@@ -320,7 +332,14 @@ def simulate(  # noqa: PLR0913 - each is a flag
                     num_ranks=tp,
                     tier_table=tier_table,
                 )
-                fleet = replace(fleet, event_delay_s=event_delay / 1000)
+                fleet = with_prefill(
+                    replace(fleet, event_delay_s=event_delay / 1000),
+                    prefill_replicas,
+                    subject,
+                    config,
+                    num_ranks=tp,
+                    tier_table=tier_table,
+                )
                 label = " · ".join(filter(None, [source if len(traffic.sources) > 1 else "", name]))
                 view.begin(label)
                 requests = traffic.open(source, view.read)
@@ -341,7 +360,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
         if report is not None:
             simulated = Simulated(
                 subject=subject,
-                machine=f"{replicas * tp} × {here or 'this machine'}",
+                machine=f"{(replicas + prefill_replicas) * tp} × {here or 'this machine'}",
                 traces=traffic.sources,
                 open_trace=lambda source: traffic.first(traffic.open(source)),
                 fleets=fleets,
@@ -439,9 +458,16 @@ def _costs(
 
 
 def _as_told(
-    traffic: Traffic, source: str, variants: list[tuple[str, EngineConfig]], notes: list[str]
+    traffic: Traffic,
+    source: str,
+    variants: list[tuple[str, EngineConfig]],
+    notes: list[str],
+    *,
+    has_peers: bool,
 ) -> list[tuple[str, EngineConfig]]:
     """Return the variants, without a prefix cache for a trace that has no ids of blocks; note it.
+
+    ``has_peers``: with one all the same, by which blocks of prefill replicas are found.
 
     Raises: ConfigError for tiers behind such a trace.
     """
@@ -452,6 +478,12 @@ def _as_told(
             f"trace {source} does not tell which prompts begin alike, so tiers have nothing to "
             f"find: leave out --kv-tier, or take a trace with hash_ids"
         )
+    if has_peers:
+        notes.append(
+            f"{source}: the trace does not tell which prompts begin alike, so none is found in a "
+            f"prefix cache; a server that finds some computes less"
+        )
+        return variants
     notes.append(
         f"{source}: the trace does not tell which prompts begin alike, so it is simulated without "
         f"a prefix cache; a server that finds some computes less"
@@ -459,20 +491,23 @@ def _as_told(
     return [(name, replace(config, enable_prefix_caching=False)) for name, config in variants]
 
 
-def _refuse(replicas: int, tp: int, routing: str, event_delay: float) -> None:
+def _refuse(replicas: int, prefill: int, tp: int, routing: str, event_delay: float) -> None:
     """Check the numbers of engines and the routing. Raises: ConfigError."""
-    for name, value, most in (("replicas", replicas, 4096), ("tp", tp, 1024)):
+    for name, value, most in (("replicas", replicas, _MOST_REPLICAS), ("tp", tp, 1024)):
         if not 1 <= value <= most:
             raise ConfigError(f"--{name} {value} must be from 1 to {most:,}")
+    if not 0 <= prefill <= _MOST_REPLICAS:
+        raise ConfigError(f"--prefill-replicas {prefill} must be from 0 to {_MOST_REPLICAS:,}")
     if routing not in ROUTES:
         raise ConfigError(f"--routing {routing!r} is unknown; known: {', '.join(ROUTES)}")
     if not 0 <= event_delay <= _MOST_DELAY_MS:
         raise ConfigError(
             f"--event-delay {event_delay:g} must be from 0 to {_MOST_DELAY_MS:,} milliseconds"
         )
-    if routing == "prefix-aware" and replicas > MAX_REPLICAS:
+    if routing == "prefix-aware" and replicas + prefill > MAX_REPLICAS:
+        own = f"--replicas {replicas}" + (f" and --prefill-replicas {prefill}" if prefill else "")
         raise ConfigError(
-            f"--replicas {replicas} is too many for --routing prefix-aware, which knows the caches "
+            f"{own} is too many for --routing prefix-aware, which knows the caches "
             f"of {MAX_REPLICAS} at most; take least-loaded"
         )
 
@@ -482,6 +517,11 @@ def _speeds_of_tiers(fleet: Fleet) -> Iterator[str]:
         size = "no limit" if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes)
         holder = "shared by all replicas" if tier.is_shared else "of each replica"
         yield f"{tier.name}: {size}, {holder}; {tier.speed} ({tier.speed.source})"
+    if (peer := fleet.peer) is not None:
+        yield (
+            f"{peer.name}: room for {format_bytes(peer.capacity_bytes or 0)} of blocks that wait "
+            f"at each; {peer.speed} ({peer.speed.source})"
+        )
 
 
 def _refusals(found: list[Named]) -> Iterator[str]:

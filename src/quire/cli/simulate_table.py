@@ -7,7 +7,12 @@ from typing import TypeAlias
 from rich.console import Console
 
 from quire.cli.options import plain_table
-from quire.planner.simulation.result import SimulationResult, TierFigures, TierTotals
+from quire.planner.simulation.result import (
+    PrefillFigures,
+    SimulationResult,
+    TierFigures,
+    TierTotals,
+)
 from quire.units import format_bytes, format_count
 
 Named: TypeAlias = tuple[str, SimulationResult]
@@ -23,6 +28,7 @@ def print_results(several: Sequence[Named], *, notes: Sequence[str]) -> None:
     results = [result for _, result in several]
     for title, rows in (
         ("requests served", _SERVED),
+        ("prompts computed apart", list(_apart(results))),
         ("memory held, mean over time", _HELD),
         ("prefix cache, and repeated work", [*_misses(results), *_TWICE]),
         ("tiers", list(_tiers(results))),
@@ -73,6 +79,22 @@ _TWICE: tuple[Row, ...] = (
     ("bytes swapped", lambda r: format_bytes(r.saved_bytes + r.loaded_bytes)),
     ("bytes copied", lambda r: format_bytes(r.copied_bytes)),
 )
+
+
+def _apart(results: Sequence[SimulationResult]) -> Iterator[Row]:
+    """Yield what prefill replicas did for the others, where there are some."""
+    if not any(result.prefill for result in results):
+        return
+
+    def of(figure: Callable[[PrefillFigures], str]) -> Figure:
+        return lambda r: "" if r.prefill is None else figure(r.prefill)
+
+    yield "by prefill replicas", of(lambda p: format_count(p.num_prompts["apart"]))
+    yield "… where the answer is", of(lambda p: format_count(p.num_prompts["here"]))
+    yield "… there for lack of room", of(lambda p: format_count(p.num_prompts["failed"]))
+    yield "moved", of(lambda p: format_bytes(p.moved_bytes))
+    yield "prefill replicas idle", of(lambda p: f"{1 - p.busy_fraction:.1%}")
+    yield "other replicas idle", lambda r: f"{1 - r.busy_fraction:.1%}"
 
 
 def _misses(results: Sequence[SimulationResult]) -> Iterator[Row]:

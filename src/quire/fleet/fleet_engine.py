@@ -24,10 +24,11 @@ from quire.engine.prompts import Prompt
 from quire.engine.request_maker import ModelFacts, RequestMaker
 from quire.engine.sequence import Request
 from quire.errors import ConfigError, RequestError, one_line
+from quire.fleet.detours import Detours, Prefilled, can_be_apart, prompt_alone
 from quire.fleet.fleet_stream import Stream, seeded
 from quire.fleet.members import CLOSE_S, EventFollower, Member, Members, NoReplica, Outcome
 from quire.fleet.placement import Placed, Placement
-from quire.fleet.prefill import Detours, Prefilled, can_be_apart, prompt_alone, with_blocks
+from quire.fleet.prefill import with_blocks
 from quire.fleet.replica import ReplicaFacts, ReplicaHandle, ReplicaLost, ReplicaRefused
 from quire.kv import NO_KEYS, PrefixKeys
 from quire.sampling_params import Params, SamplingParams
@@ -440,7 +441,7 @@ class FleetEngine:
     def _pays(self, here: Placed, member: Member, names: Iterable[str]) -> bool:
         """Tell whether one of these prefill replicas is to compute a prompt first."""
         block_size = self._first.block_size
-        if member.load is None or here.computed_tokens < block_size:
+        if member.load is None:
             return False
         # What was sent since the last reports counts, too.
         begun = sum(len(each.open_choices) for each in member.streams if each.has_begun)
@@ -448,14 +449,15 @@ class FleetEngine:
             if other.load is None:
                 continue
             sent = sum(len(each.request.prompt_token_ids) for each in other.streams)
-            if self._detours.pays(
+            trade = self._detours.weigh(
                 here,
                 member.load,
                 other.load,
                 num_running=max(begun, member.load.num_running),
                 queued_tokens=max(sent, other.load.queued_tokens),
                 block_size=block_size,
-            ):
+            )
+            if trade.pays:
                 return True
         return False
 

@@ -21,6 +21,7 @@ from quire.memory.machine import Machine
 from quire.planner.planned_tiers import (
     PlannedTier,
     TierTable,
+    planned_peer,
     planned_tiers,
     require_tier_blocks,
 )
@@ -332,6 +333,27 @@ def tiers_of(found: CapacityPlan, table: TierTable | None = None) -> tuple[Plann
         block_size=found_block_size(accounting, config.block_size),
         table=table,
     )
+
+
+def peer_of(found: CapacityPlan, table: TierTable | None = None) -> PlannedTier:
+    """Return what a prefill replica has for blocks that it leaves, and the link to it.
+
+    Raises: ConfigError for a cache whose blocks cannot be handed to another one.
+    """
+    config, place = found.config, found.place
+    on_rank = found.divide(found.subject.spec, found.num_ranks)
+    sizes = sizes_of(config, on_rank, place, found.spec.bytes_for(found.needs.context_tokens))
+    accounting = build_accounting(config.cache, found.spec, sizes)
+    require_tier_blocks(
+        config,
+        found.subject.name,
+        accounting,
+        num_ranks=found.num_ranks,
+        source_tokens=found.subject.spec.source_tokens,
+        has_peers=True,
+    )
+    block_size = found_block_size(accounting, config.block_size)
+    return planned_peer(accounting.groups, block_size=block_size, table=table)
 
 
 def typical(max_model_len: int) -> PlannedLengths:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from quire.config import EngineConfig
+from quire.config.kv_transfer import TransferExtras
 from quire.engine.kv_sizing import require_blocks
 from quire.errors import ConfigError
 from quire.kv import Accounting
@@ -49,6 +50,7 @@ def _speed(read: float, write: float, call_ms: float, source: str) -> TierSpeed:
     )
 
 
+PEER = "peer"  # a prefill replica, of which other replicas load blocks
 # Gigabytes (10⁹) a second, and milliseconds a call. docs/concepts/simulator.md has the commands.
 TIER_SPEEDS: Mapping[str, TierSpeed] = MappingProxyType(
     {
@@ -56,6 +58,7 @@ TIER_SPEEDS: Mapping[str, TierSpeed] = MappingProxyType(
         "file": _speed(0.87, 0.56, 0.1, "a cold file on a virtual disk, measured"),
         "redis": _speed(2.4, 2.2, 0.5, "Redis 7 over TCP on the same machine, measured"),
         "rediss": _speed(0.9, 0.9, 0.5, "assumed: TLS on one core"),
+        PEER: _speed(0.96, 10.3, 0.1, "from a peer over a Unix socket, on a busy host, measured"),
         "mooncake": _speed(5.2, 0.84, 0.1, "one host without RDMA, measured"),
         "s3": _speed(1.0, 1.0, 20.0, "assumed: a network of 10 Gbit/s"),
         "gs": _speed(1.0, 1.0, 20.0, "assumed: a network of 10 Gbit/s"),
@@ -130,11 +133,21 @@ class TierTable:
             given=tuple((option, text) for option, several in texts.items() for text in several),
         )
 
-    def require_used(self, addresses: Iterable[TierAddress]) -> None:
-        """Refuse what was given for a kind that no address has. Raises: ConfigError."""
+    def require_used(self, addresses: Iterable[TierAddress], *, has_peers: bool = False) -> None:
+        """Refuse what was given for a kind that no address has. Raises: ConfigError.
+
+        ``has_peers``: prefill replicas leave blocks for others.
+        """
         kinds = dict.fromkeys(address.kind for address in addresses)
+        if has_peers:
+            kinds[PEER] = None
         for option, text in self.given:
             kind = text.partition("=")[0]
+            if kind == PEER and kind not in kinds:
+                raise ConfigError(
+                    f"{option} {text}: it is of prefill replicas, and there are none: give "
+                    f"--prefill-replicas, or leave it out"
+                )
             if kind not in kinds:
                 known = f"they are of {', '.join(kinds)}" if kinds else "there is none"
                 raise ConfigError(f"{option} {text}: no kv_tier is of the kind {kind!r}: {known}")
@@ -188,8 +201,13 @@ class PlannedTier:
 
     def load_s(self, num_blocks: int) -> float:
         """Return the seconds to find and load blocks that follow one another, of all groups."""
-        num_calls = 1 + ceil_div(num_blocks * len(self.record_bytes), RECORDS_A_CALL)
-        num_bytes = num_blocks * sum(self.record_bytes)
+        return self.load_records_s(
+            num_blocks * len(self.record_bytes), num_blocks * sum(self.record_bytes)
+        )
+
+    def load_records_s(self, num_records: int, num_bytes: int) -> float:
+        """Return the seconds to find and load so many records, which have so many bytes."""
+        num_calls = 1 + ceil_div(num_records, RECORDS_A_CALL)
         return num_calls * self.speed.call_s + num_bytes / self.speed.read_bytes_per_s
 
     def make_records(self) -> KeptRecords:
@@ -251,6 +269,22 @@ def planned_tiers(
     )
 
 
+def planned_peer(
+    groups: Sequence[Group], *, block_size: int, table: TierTable | None = None
+) -> PlannedTier:
+    """Return what a prefill replica has for the blocks that it leaves, and the link to it."""
+    table = table or TierTable()
+    return PlannedTier(
+        name="prefill replicas",
+        kind=PEER,
+        capacity_bytes=table.sizes.get(PEER, TransferExtras().size),
+        unit_bytes=1,
+        block_size=block_size,
+        record_bytes=record_bytes(groups, block_size),
+        speed=table.speeds[PEER],
+    )
+
+
 def _planned(
     address: TierAddress,
     name: str,
@@ -305,16 +339,28 @@ def pays_from(tier: PlannedTier, token_s: float, *, most_tokens: int) -> int | N
 
 
 def require_tier_blocks(
-    config: EngineConfig, name: str, accounting: Accounting, *, num_ranks: int, source_tokens: int
+    config: EngineConfig,
+    name: str,
+    accounting: Accounting,
+    *,
+    num_ranks: int,
+    source_tokens: int,
+    has_peers: bool = False,
 ) -> None:
-    """Refuse, as the engine does, tiers for a cache whose blocks cannot be stored.
+    """Refuse, as the engine does, tiers and peers for a cache whose blocks cannot be stored.
 
-    Raises: ConfigError.
+    ``has_peers``: prefill replicas leave blocks for others. Raises: ConfigError.
     """
-    if config.tiers:
+    if not (config.tiers or has_peers):
+        return
+    try:
         require_blocks(
             replace(config, tensor_parallel_size=num_ranks),
             name,
             source_tokens=source_tokens,
             has_blocks=isinstance(accounting, ExternalBlocks),
         )
+    except ConfigError as error:
+        if config.tiers:
+            raise
+        raise ConfigError(f"prefill_replicas needs what kv_tier does: {error}") from error

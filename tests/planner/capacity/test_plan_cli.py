@@ -16,6 +16,7 @@ from quire.cli import main
 from quire.memory import by_device
 from quire.memory.cuda import CudaMemory
 from quire.memory.machine import may_have_cuda
+from quire.planner.simulation.cost_model import FittedCosts
 
 ROOT = Path(__file__).parents[3]
 
@@ -78,6 +79,42 @@ def test_tiers_hold_so_much_and_pay_from_so_many_tokens(
     code, _, err = quire(monkeypatch, capsys, "--kv-tier", "file:/kv", "--cache", "growing")
     assert code != 0
     assert "use cache=paged" in err
+
+
+def test_prefill_replicas_are_said_to_lose_or_to_be_a_trade(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ("llama-3.1-8b", "--device", "h100", "--max-model-len", "16384")
+    split = (*arguments, "--prefill-replicas", "1", "--replicas", "2", "--request-rate", "15")
+    quick = as_json(monkeypatch, capsys, *split, "--tier-speed", "peer=50,50")["prefill_apart"]
+    assert quick["verdict"] == "is a trade"
+    assert (quick["requests_per_s"], quick["share"]) == (15.0, 1.0)
+    assert quick["apart"]["longest_step_s"] < quick["together"]["longest_step_s"]
+    code, out, _ = quire(monkeypatch, capsys, *split, "--tier-speed", "peer=0.1,50")
+    said = " ".join(out.split())
+    assert code == 0
+    for words in ("3 equal", "2 + 1", "apart loses here: beside 3 equal replicas", "door's view"):
+        assert words in said
+    assert as_json(monkeypatch, capsys, *arguments)["prefill_apart"] is None
+    here = tmp_path / "here.json"
+    FittedCosts(step_s=0.01, token_s=0.001, next_token_s=0.001, further_token_s=0.001).write(here)
+    measured = ("--prefill-replicas", "1", "--calibration", str(here))
+    slow = as_json(monkeypatch, capsys, *measured)["prefill_apart"]["together"]
+    assert slow["token_s"] > 0.01 > quick["apart"]["token_s"]
+    for flags, words in (
+        (("--prefill-replicas", "1"), "--device of known speed"),
+        (("--replicas", "2"), "give --prefill-replicas"),
+        ((*arguments, "--prefill-replicas", "1", "--request-rate", "0"), "--request-rate 0"),
+        ((*arguments, "--prefill-replicas", "-1"), "--prefill-replicas -1"),
+        (
+            (*arguments, "--prefill-replicas", "1", "--tp", "2"),
+            "prefill_replicas needs what kv_tier does: kv_tier needs tensor",
+        ),
+        ((*arguments, "--calibration", str(here)), "both give the speed"),
+    ):
+        code, _, err = quire(monkeypatch, capsys, *flags)
+        assert code != 0
+        assert words in " ".join(err.split())
 
 
 @pytest.mark.parametrize("cache", ["paged", "virtual"])

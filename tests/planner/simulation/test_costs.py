@@ -1,6 +1,7 @@
 """Cost models: a fit finds what steps were made of, a file keeps it, rooflines have two limits."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from quire.errors import ConfigError, RequestError
 from quire.planner.hardware import BANDWIDTH_FRACTION, roofline
 from quire.planner.simulation.cost_model import (
     COEFFICIENTS,
+    RECORDED_SIZES,
     FittedCosts,
     Mixture,
     Product,
@@ -21,6 +23,7 @@ from quire.planner.simulation.cost_model import (
     features,
     fit,
     nonnegative_least_squares,
+    played,
 )
 from quire.planner.simulation.result import ACCURACY, Quantiles
 from quire.planner.subject import find_subject
@@ -62,6 +65,25 @@ def test_a_fit_finds_what_steps_were_made_of() -> None:
     assert found.median_error < 1e-3
     for name in COEFFICIENTS:
         assert getattr(found.costs, name) == pytest.approx(getattr(TRUTH, name), rel=0.05), name
+
+
+def test_a_step_takes_as_long_as_the_recorded_pass_that_plays_it() -> None:
+    rng, truth = np.random.default_rng(3), replace(TRUTH, is_recorded=True)
+    measured = [(work, truth.seconds(work)) for work in works(rng)]
+    found = fit(measured)
+    assert found.costs.is_recorded
+    assert not fit([(work, TRUTH.seconds(work)) for work in works(rng)]).costs.is_recorded
+    for tokens, size in ((5, 6), (64, 64), (65, 80), (127, 128), (129, 129)):
+        work, as_played = (StepWork(n, 2, 2, 500.0, 500.0, 1) for n in (tokens, size))
+        assert played(work) == as_played
+        assert truth.seconds(work) == TRUTH.seconds(as_played)
+        assert found.costs.seconds(work) == pytest.approx(truth.seconds(work), rel=1e-2)
+
+
+def test_recorded_passes_are_of_the_sizes_that_a_fit_knows() -> None:
+    from quire.models.recorded.recordings import SIZES
+
+    assert SIZES == RECORDED_SIZES
 
 
 def test_a_fit_is_not_led_astray_by_what_disturbed_some_steps() -> None:

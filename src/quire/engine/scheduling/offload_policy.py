@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 10.0
 _CLOSE_S = 5.0  # that blocks may still go out when the engine ends
-_SHARE_OF_A_STEP = 0.05  # of its time, that copying blocks out or in may take beside it
-_BLOCKS_AT_ONCE = 4  # that are inserted beside steps, between two looks at the clock
+SHARE_OF_A_STEP = 0.05  # of its time, that copying blocks out or in may take beside it
+BLOCKS_AT_ONCE = 4  # that are inserted beside steps, between two looks at the clock
 _MOST_REMEMBERED = 2**17  # blocks, by 8 bytes of their names
 _MOST_QUEUED = 2**16  # blocks that may go out
 _LIKELY = 0.5  # how often a block is asked for again that was computed or found twice
@@ -176,7 +176,7 @@ class OffloadPolicy:
             if job.is_given_up:
                 self._late.remove(job)
                 self._release_late(job)
-        stop_s = None if step_s is None else self._clock() + _SHARE_OF_A_STEP * step_s
+        stop_s = None if step_s is None else self._clock() + SHARE_OF_A_STEP * step_s
         for job in [job for job in self._jobs.values() if job.is_done]:
             if job.end > job.first and not self._insert(job, settle, stop_s):
                 continue
@@ -265,7 +265,7 @@ class OffloadPolicy:
         begun_s, done = self._clock(), job.first
         outcome: _Outcome = "inserted"
         while done < job.end:
-            end = job.end if whole else min(job.end, done + _BLOCKS_AT_ONCE)
+            end = job.end if whole else min(job.end, done + BLOCKS_AT_ONCE)
             outcome = self._insert_until(job, end, settle)
             if outcome == "no room" and whole and not must_be_whole:
                 whole = False  # as many as there is room for
@@ -379,7 +379,7 @@ class OffloadPolicy:
             for nodes in index.filled:
                 self._queue += ((node, False) for node in nodes.tolist())
             index.filled.clear()
-        stop_s = None if step_s is None else self._clock() + _SHARE_OF_A_STEP * step_s
+        stop_s = None if step_s is None else self._clock() + SHARE_OF_A_STEP * step_s
         has_room, sent = True, False
         while self._queue and has_room:
             node, was_asked_for = self._queue[0]

@@ -5,6 +5,7 @@ network between ranks) it leaves out of every strategy alike.
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import log2
@@ -92,8 +93,18 @@ class Reach:
 
 # Sizes of a step at which the time per token changes. A step reads the weights once for all tokens.
 FEW_TOKENS, SOME_TOKENS = 8, 64
-# Up to this size the engine plays a recorded pass; a larger one runs the model's own Python.
-RECORDED_TOKENS = 128
+# On a CPU a step of few tokens is played by the recorded pass of the next larger size, and takes as
+# long as that; a step of more tokens runs the model's own Python.
+RECORDED_SIZES = (1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), 80, 96, 112, 128)
+RECORDED_TOKENS = RECORDED_SIZES[-1]
+
+
+def played(work: StepWork) -> StepWork:
+    """Return the work of a step with the tokens of the recorded pass that plays it."""
+    if work.num_tokens > RECORDED_TOKENS:
+        return work
+    size = RECORDED_SIZES[bisect_left(RECORDED_SIZES, work.num_tokens)]
+    return work._replace(num_tokens=size)
 
 
 class StepCosts(Protocol):
@@ -187,10 +198,13 @@ class FittedCosts:
     save_s_per_byte: float = 0.0
     load_s: float = 0.0  # per sequence that is swapped in
     load_s_per_byte: float = 0.0
+    is_recorded: bool = False  # a step takes as long as the recorded pass that plays it
     about: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def seconds(self, work: StepWork) -> float:
         tokens = work.num_tokens
+        if self.is_recorded and tokens <= RECORDED_TOKENS:
+            tokens = RECORDED_SIZES[bisect_left(RECORDED_SIZES, tokens)]
         return (
             self.step_s
             + self.long_step_s * (tokens > RECORDED_TOKENS)
@@ -233,6 +247,7 @@ class FittedCosts:
         for name, value in numbers.items():
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ConfigError(f"--calibration {path}: {name}={value!r} must be a number ≥ 0")
+        numbers["is_recorded"] = bool(numbers["is_recorded"])
         return cls(**numbers, about=MappingProxyType(dict(given["about"])))
 
 
@@ -390,7 +405,9 @@ def fit(measured: Sequence[tuple[StepWork, float]]) -> Fit:
     """Fit a cost model to steps and their seconds, by least squares without negative coefficients.
 
     The median of similar steps counts, so that a disturbed step does not. Errors count relative to
-    a step's time, so that short steps fit as well as long ones.
+    a step's time, so that short steps fit as well as long ones. Of two models the better one is
+    taken: steps take as long as the recorded passes that play them, or as their own tokens do, as
+    where nothing is recorded.
 
     Raises: RequestError for too few steps.
     """
@@ -399,6 +416,13 @@ def fit(measured: Sequence[tuple[StepWork, float]]) -> Fit:
             f"{len(measured)} steps are too few to fit {len(COEFFICIENTS)} coefficients: raise "
             "--kv-cache-memory-bytes, so that larger steps fit"
         )
+    both = (_fit(measured, is_recorded=is_recorded) for is_recorded in (True, False))
+    return min(both, key=lambda each: each.median_error)
+
+
+def _fit(measured: Sequence[tuple[StepWork, float]], *, is_recorded: bool) -> Fit:
+    if is_recorded:
+        measured = [(played(work), seconds) for work, seconds in measured]
     kinds: dict[tuple[int, ...], list[tuple[StepWork, float]]] = {}
     for work, seconds in measured:
         kinds.setdefault(_kind(work), []).append((work, seconds))
@@ -421,7 +445,9 @@ def fit(measured: Sequence[tuple[StepWork, float]]) -> Fit:
         for _, seconds in alike
     ]
     return Fit(
-        costs=FittedCosts(**dict(zip(COEFFICIENTS, solution.tolist(), strict=True))),
+        costs=FittedCosts(
+            **dict(zip(COEFFICIENTS, solution.tolist(), strict=True)), is_recorded=is_recorded
+        ),
         num_steps=len(measured),
         num_kinds=len(kinds),
         median_error=float(np.median(np.abs(errors))),

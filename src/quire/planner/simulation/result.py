@@ -47,12 +47,23 @@ class TierTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillFigures:
+    """What the prefill replicas of a fleet did for the others."""
+
+    num_replicas: int
+    num_prompts: dict[str, int]  # by what computed them: "apart", "here"; "failed": no room for it
+    moved_bytes: int  # that others loaded from them
+    moved_tokens: int  # … and inserted into their caches
+    busy_fraction: float  # of the time: steps ran; in the mean of these replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
     """Figures of one fleet on one trace. Counts are sums over all replicas."""
 
     cache: str  # the strategy
     memory_bytes: int  # for keys and values, of each replica
-    num_replicas: int
+    num_replicas: int  # without those of ``prefill``
     routing: str
 
     num_requests: int
@@ -91,6 +102,8 @@ class SimulationResult:
     latencies: dict[str, dict[str, float]]
     goals: dict[str, float | None]
     num_good: int  # requests that met all goals
+    busy_fraction: float  # of the time: steps ran; in the mean of the replicas
+    prefill: PrefillFigures | None = None  # None: there are no prefill replicas
     tiers: TierTotals | None = None  # None: there are none
 
     timelines: tuple[tuple[TimelinePoint, ...], ...]  # of each replica
@@ -115,7 +128,8 @@ class SimulationResult:
     @property
     def fleet_bytes(self) -> int:
         """Return the KV memory of all replicas."""
-        return self.memory_bytes * self.num_replicas
+        further = 0 if self.prefill is None else self.prefill.num_replicas
+        return self.memory_bytes * (self.num_replicas + further)
 
     @property
     def requests_per_s(self) -> float:

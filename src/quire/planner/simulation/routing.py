@@ -5,13 +5,15 @@ a delay, as over a network. It is the code that a fleet runs (``quire.fleet.plac
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from types import MappingProxyType
 from typing import Final, TypeAlias, final
 
 from quire.engine.event_format import EventEncoder
+from quire.fleet.detours import Detours, Prefilled
 from quire.fleet.placement import LeastLoaded, Load, Placed, Placement, PrefixAware, RoundRobin
 from quire.fleet.prefix_directory import PrefixDirectory
 from quire.fleet.shared_evidence import SharedEvidence
@@ -35,9 +37,21 @@ ROUTES: Final[Mapping[str, MakePlacement]] = MappingProxyType(
 )
 
 
+@dataclass(slots=True)
+class _Known:
+    """What is known of a replica besides its placement: as a door knows it, a little late."""
+
+    load: Load | None = None
+    begun: set[int] = field(default_factory=set)  # requests that have a token, and have not ended
+    sent_tokens: int = 0  # of prompts that were sent there, and are not answered
+
+
 @final
 class Router:
-    """Chooses replicas by their numbers, and is told by them what happens there."""
+    """Chooses replicas by their numbers, and is told by them what happens there.
+
+    The numbers of prefill replicas follow those of the others.
+    """
 
     def __init__(
         self,
@@ -47,13 +61,21 @@ class Router:
         block_size: int,
         *,
         delay_s: float = DEFAULT_EVENT_DELAY_S,
+        num_prefill: int = 0,
     ) -> None:
-        """``delay_s``: after which the placement hears."""
+        """``delay_s``: after which the placement hears; ``num_prefill``: further replicas that
+        compute prompts for the others.
+        """
         self._clock = VirtualClock()
         self._directory = PrefixDirectory(groups, block_size)
         self._placement = ROUTES[routing](self._directory, self._clock)
         self._encoder = EventEncoder(groups, block_size)
-        self._names = [str(number) for number in range(num_replicas)]
+        self._names = [str(number) for number in range(num_replicas + num_prefill)]
+        self._num_replicas, self._block_size = num_replicas, block_size
+        self._heard = [_Known() for _ in self._names]
+        self._detours = Detours()
+        self.num_prefilled = Counter[Prefilled]()
+        self._apart: dict[int, tuple[Placed, float]] = {}  # of prefill replicas, and since when
         self._delay_s = delay_s
         self._told: list[
             tuple[float, int, Callable[[Placement], None]]
@@ -72,9 +94,50 @@ class Router:
             self._clock.now_s, _, hear = heapq.heappop(self._told)
             hear(self._placement)
         self._clock.now_s = request.at_s
-        placed = self._placement.place(prompt_of(request, number), NO_KEYS, self._names)
+        names = self._names[: self._num_replicas]
+        placed = self._placement.place(prompt_of(request, number), NO_KEYS, names)
         self._placed[number] = placed
         return int(placed.replica)
+
+    @property
+    def prefills_apart(self) -> bool:
+        """Return whether there are prefill replicas."""
+        return len(self._names) > self._num_replicas
+
+    def choose_apart(self, request: TraceRequest, number: int) -> int | None:
+        """Choose a prefill replica to compute a prompt first, whose replica is chosen.
+
+        Returns: None where that does not pay, or there is none.
+        """
+        if not self.prefills_apart:
+            return None
+        here, others = self._placed[number], self._names[self._num_replicas :]
+        if not any(self._pays(here, int(name)) for name in others):
+            self.num_prefilled["here"] += 1
+            return None
+        placed = self._placement.place(prompt_of(request, number), NO_KEYS, others)
+        self._apart[number] = placed, self._clock.now_s
+        self._heard[int(placed.replica)].sent_tokens += placed.num_prompt_tokens
+        return int(placed.replica)
+
+    def note_handed_over(self, *, has_blocks: bool) -> None:
+        """Note that a prompt goes on after its detour, with its blocks or without them."""
+        self.num_prefilled["apart" if has_blocks else "failed"] += 1
+
+    def _pays(self, here: Placed, other: int) -> bool:
+        load, heard = self._heard[int(here.replica)].load, self._heard[other]
+        if load is None or heard.load is None:
+            return False
+        begun = len(self._heard[int(here.replica)].begun)
+        trade = self._detours.weigh(
+            here,
+            load,
+            heard.load,
+            num_running=max(begun, load.num_running),
+            queued_tokens=max(heard.sent_tokens, heard.load.queued_tokens),
+            block_size=self._block_size,
+        )
+        return trade.pays
 
     def _hear(self, at_s: float, what: Callable[[Placement], None]) -> None:
         """Have the placement told of what happened at a moment, after the delay."""
@@ -88,7 +151,12 @@ class Router:
     def hear_load(self, at_s: float, place: int, load: Load) -> None:
         """Have the placement told of a replica's load."""
         late = replace(load, age_s=self._delay_s)
-        self._hear(at_s, lambda placement: placement.report(self._names[place], late))
+
+        def hear(placement: Placement) -> None:
+            self._heard[place].load = late
+            placement.report(self._names[place], late)
+
+        self._hear(at_s, hear)
 
     def hear_evidence(self, at_s: float, place: int, said: tuple[Evidence | None, ...]) -> None:
         """Have the door told of what a replica's eviction policies have found."""
@@ -103,15 +171,43 @@ class Router:
         """Return whether the placement wants to know what caches have."""
         return isinstance(self._placement, PrefixAware)
 
-    def hear_first_token(self, at_s: float, number: int) -> None:
+    def hear_first_token(self, at_s: float, place: int, number: int) -> None:
         """Have the placement told of the first token of a request, by its number in the trace."""
-        placed = self._placed[number]
-        self._hear(at_s, lambda placement: placement.note_first_token(placed))
+        is_apart = place >= self._num_replicas
+        placed = self._apart[number][0] if is_apart else self._placed[number]
 
-    def hear_end(self, at_s: float, number: int) -> None:
+        def hear(placement: Placement) -> None:
+            placement.note_first_token(placed)
+            self._heard[place].begun.add(number)
+
+        self._hear(at_s, hear)
+
+    def hear_end(self, at_s: float, place: int, number: int) -> None:
         """Have the placement told of the end of a request."""
+        if place >= self._num_replicas:
+            self._hear_end_apart(at_s, place, number)
+            return
         placed = self._placed.pop(number)
-        self._hear(at_s, lambda placement: placement.note_end(placed))
+
+        def hear(placement: Placement) -> None:
+            placement.note_end(placed)
+            self._heard[place].begun.discard(number)
+
+        self._hear(at_s, hear)
+
+    def _hear_end_apart(self, at_s: float, place: int, number: int) -> None:
+        placed, since_s = self._apart.pop(number)
+
+        def hear(placement: Placement) -> None:
+            placement.note_end(placed)
+            heard = self._heard[place]
+            heard.begun.discard(number)
+            heard.sent_tokens -= placed.num_prompt_tokens
+            if heard.load is not None:
+                computing_s = placed.computed_tokens * heard.load.prompt_token_s
+                self._detours.note(self._clock.now_s - since_s, computing_s)
+
+        self._hear(at_s, hear)
 
 
 @final
@@ -124,6 +220,11 @@ class RouterLine:
     @property
     def hears_of_blocks(self) -> bool:
         return self._router.hears_of_blocks
+
+    @property
+    def weighs_loads(self) -> bool:
+        """Return whether the router weighs loads to have prompts computed apart."""
+        return self._router.prefills_apart
 
     def tell_blocks(self, at_s: float, events: Sequence[BlockEvent]) -> None:
         """Tell of blocks that the cache has gained and lost."""
@@ -143,8 +244,8 @@ class RouterLine:
 
     def tell_first_token(self, at_s: float, number: int) -> None:
         """Tell of the first token of a request, by its number in the trace."""
-        self._router.hear_first_token(at_s, number)
+        self._router.hear_first_token(at_s, self._place, number)
 
     def tell_end(self, at_s: float, number: int) -> None:
         """Tell of the end of a request."""
-        self._router.hear_end(at_s, number)
+        self._router.hear_end(at_s, self._place, number)

@@ -10,6 +10,7 @@ from typing import final
 from quire.engine.core import Engine
 from quire.engine.scheduler import Scheduler, SchedulerLimits
 from quire.engine.scheduling.block_carrier import BlockCarrier
+from quire.engine.scheduling.offers import BlockTransfer, Offers
 from quire.engine.scheduling.offload_policy import OffloadPolicy, WritePolicy
 from quire.engine.scheduling.step_costs import Costs, Prices
 from quire.engine.scheduling.swap_space import SwapSpace, num_bytes, readable_tokens
@@ -203,10 +204,12 @@ def virtual_engine(
     swap_bytes: int = 0,
     carrier: BlockCarrier | None = None,
     write: WritePolicy = "auto",
+    transfer: BlockTransfer | None = None,
 ) -> tuple[Engine, VirtualCache]:
     """Make an engine around an accounting, and the cache that counts its copies.
 
-    ``carrier``: to and from tiers; ``write``: which blocks go there.
+    ``carrier``: to and from tiers; ``write``: which blocks go there; ``transfer``: to and from
+    other replicas.
     """
     cache = VirtualCache(accounting, costs, clock)
     known = Costs(
@@ -216,7 +219,8 @@ def virtual_engine(
     known.save_s_per_byte, known.load_s_per_byte = costs.save_s_per_byte, costs.load_s_per_byte
     offload = None
     if carrier is not None:
-        offload = OffloadPolicy(carrier, accounting, known, clock, write=write)
+        offers = None if transfer is None else Offers(transfer, clock)
+        offload = OffloadPolicy(carrier, accounting, known, clock, write=write, offers=offers)
     engine = Engine(
         Scheduler(accounting, limits, swap=SwapSpace(swap_bytes), costs=known, offload=offload),
         cache,

@@ -1,8 +1,9 @@
 """Simulate one engine of a fleet: requests arrive at their times, and it steps up to a moment."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf, nextafter
 from typing import Final, final
 
 import numpy as np
@@ -11,13 +12,15 @@ from quire.engine.core import Engine
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduling.offload_policy import OffloadCounts
 from quire.engine.scheduling.policy import POLICIES
-from quire.engine.sequence import Request, Sequence
+from quire.engine.sequence import RemoteBlocks, Request, Sequence
 from quire.errors import RequestTooLong
+from quire.fleet.detours import prompt_alone
 from quire.fleet.placement import Load
 from quire.fleet.shared_evidence import TELL_S
 from quire.kv import Accounting
 from quire.kv.evidence import EvidenceSource
 from quire.kv.interface import BlockEventSource
+from quire.kv.prefix_index import Medium
 from quire.planner.simulation.cost_model import Reach, StepCosts, StepWork
 from quire.planner.simulation.routing import RouterLine
 from quire.planner.simulation.simulated_engine import (
@@ -178,14 +181,24 @@ def _note(scheduler: Scheduler, stride: Stride) -> None:
 REPORT_S: Final = 0.1  # between two reports of a replica's load
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrival:
+    """A request that has come to a replica."""
+
+    request: TraceRequest
+    number: int  # in the trace
+    remote: RemoteBlocks | None = None  # what a prefill replica has left of its prompt
+
+
 @final
 class SimulatedReplica:
     """An engine on a virtual clock, with the requests that have arrived at it.
 
     ``ended`` receives each sequence that has ended. ``by_steps`` turns strides off. ``waste``
     samples fragmentation. ``carrier`` is that of the engine's tiers, if it has some. ``line`` leads
-    to the router of a fleet, which hears of blocks, tokens and load. At one moment a step ends
-    first, then requests arrive, then the next step begins.
+    to the router of a fleet, which hears of blocks, tokens and load. One whose carrier leaves
+    blocks for others computes prompts alone. ``refused`` receives the number of a request that can
+    never run. At one moment a step ends first, then requests arrive, then the next step begins.
     """
 
     def __init__(
@@ -205,6 +218,9 @@ class SimulatedReplica:
         self.timeline = Timeline()
         self.num_refused = 0  # requests that can never run
         self.num_steps = 0
+        self.busy_s = 0.0  # of steps
+        self.refused: Callable[[int], None] = lambda _: None
+        self._is_prefill = carrier is not None and carrier.is_of_prefill
         self._clock, self._costs = clock, costs
         self._ended, self._by_steps, self.waste = ended, by_steps, waste
         self.carrier = carrier
@@ -212,11 +228,13 @@ class SimulatedReplica:
         self._source = cache.accounting if isinstance(cache.accounting, BlockEventSource) else None
         self._before_token: dict[int, Sequence] = {}  # admitted or waiting, by number
         self._evidence = cache.accounting if isinstance(cache.accounting, EvidenceSource) else None
+        if self._is_prefill:  # it sees the prompts of others once more: that is no evidence
+            self._evidence = None
         self._evidence_s = 0.0  # when evidence is told next
         self._report_s = 0.0  # when the next report is due
-        # Blocks go to tiers and come from them beside single steps.
-        self._may_stride = Reach(cache.accounting.groups).is_full and carrier is None
-        self._coming: deque[tuple[TraceRequest, int]] = deque()
+        self._idle_is_told = False
+        self._may_stride = Reach(cache.accounting.groups).is_full
+        self._coming: deque[_Arrival] = deque()
         self._params: dict[int, SamplingParams] = {}  # by max_tokens, since their checks take time
         # FCFS admits only the first requests, so the others wait outside the scheduler, in the
         # small form that they have in a trace. Other policies must see all requests.
@@ -235,15 +253,46 @@ class SimulatedReplica:
     def is_idle(self) -> bool:
         return not self._coming and not self.scheduler.has_unfinished
 
-    def add(self, request: TraceRequest, number: int) -> None:
-        """Add the ``number``-th request of the trace, which has arrived by now."""
-        if self.is_idle and request.at_s > self.now_s:
-            self._store_until(request.at_s)
-            self.timeline.jump(request.at_s)
-            self._clock.wait_until(request.at_s)
+    def add(
+        self,
+        request: TraceRequest,
+        number: int,
+        *,
+        at_s: float | None = None,
+        remote: RemoteBlocks | None = None,
+    ) -> None:
+        """Add the ``number``-th request of the trace, which has come here by now.
+
+        ``at_s``: when, if that was later than it came to the fleet; ``remote``: what a prefill
+        replica has left of its prompt.
+        """
+        at_s = request.at_s if at_s is None else at_s
+        if self.is_idle and at_s > self.now_s:
+            self._store_until(at_s)
+            self.timeline.jump(at_s)
+            self._clock.wait_until(at_s)
             if self.waste is not None:
-                self.waste.skip(request.at_s)
-        self._coming.append((request, number))
+                self.waste.skip(at_s)
+        self._coming.append(_Arrival(request=request, number=number, remote=remote))
+
+    @property
+    def next_s(self) -> float:
+        """Return the moment of its next step, or, while it is idle, of its threads' next event."""
+        if not self.is_idle:
+            return self.now_s
+        return inf if self.carrier is None else max(self.now_s, self.carrier.next_s)
+
+    def do_next(self) -> None:
+        """Take one step, or, while it is idle, let its threads do the next thing."""
+        if not self.is_idle:
+            self.run_until(nextafter(self.now_s, inf))
+            return
+        assert self.carrier is not None, "an idle replica without threads has nothing to do"
+        moment_s = self.next_s
+        self.carrier.do_next()
+        if (offload := self.scheduler.offload) is not None and offload.has_more:
+            self._clock.wait_until(moment_s)
+            self.engine.store_blocks()
 
     @property
     def offload_counts(self) -> OffloadCounts:
@@ -262,6 +311,8 @@ class SimulatedReplica:
             self._note()
             if self.line is not None:
                 self._tell(self.line)
+        if self.line is not None and self.line.weighs_loads:
+            self._tell_idle(self.line)
 
     def step(self) -> None:
         """Take one step with the requests that have arrived, if any."""
@@ -270,13 +321,15 @@ class SimulatedReplica:
 
     def _let_in(self) -> None:
         while self._coming and self.scheduler.num_waiting < self._most_known:
-            request, number = self._coming.popleft()
+            arrival = self._coming.popleft()
+            number, arrived_s = arrival.number, arrival.request.at_s
             try:
-                came = self.scheduler.add(self._request(request, number), arrived_s=request.at_s)
+                came = self.scheduler.add(self._request(arrival), arrived_s=arrived_s)
             except RequestTooLong:
                 self.num_refused += 1
                 if self.line is not None:
                     self.line.tell_end(self.now_s, number)
+                self.refused(number)
                 continue
             if self.line is not None:
                 self._before_token[number] = came[0]
@@ -290,19 +343,23 @@ class SimulatedReplica:
             assert self.carrier is not None, "blocks that go nowhere"
             self.carrier.wait_for_room(moment_s - self.now_s)
 
-    def _request(self, request: TraceRequest, number: int) -> Request:
-        max_tokens = max(1, request.output_tokens)
+    def _request(self, arrival: _Arrival) -> Request:
+        max_tokens = max(1, arrival.request.output_tokens)
         params = self._params.get(max_tokens)
         if params is None:
             params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
             self._params[max_tokens] = params
-        return Request(
-            request_id=number, prompt_token_ids=prompt_of(request, number), params=params
+        request = Request(
+            request_id=arrival.number,
+            prompt_token_ids=prompt_of(arrival.request, arrival.number),
+            params=params,
+            remote=arrival.remote,
         )
+        return prompt_alone(request) if self._is_prefill else request
 
     def _stride(self, moment_s: float) -> bool:
         """Take a stride if there is one. Returns: whether there was."""
-        if not self._may_stride:
+        if not self._may_stride or not self._moves_nothing:
             return False
         stride = find_stride(self.scheduler, self.accounting, self._costs, self.now_s, moment_s)
         if stride is None:
@@ -311,6 +368,7 @@ class SimulatedReplica:
             for _ in stride.moments_s:
                 self._step()
             return True
+        self.busy_s += stride.moments_s[-1] - self.now_s
         self._clock.wait_until(stride.moments_s[-1])
         for sequence in take_stride(self.scheduler, self.accounting, stride):
             self.engine.finish(sequence, "length")  # frees what the engine keeps besides its blocks
@@ -319,9 +377,19 @@ class SimulatedReplica:
         self.num_steps += len(stride.moments_s)
         return True
 
+    @property
+    def _moves_nothing(self) -> bool:
+        """Whether no block goes to tiers or comes from them, which happens beside single steps."""
+        if self.carrier is None:
+            return True
+        return not (self.carrier.tiers or self.scheduler.num_waiting) and self.carrier.is_idle
+
     def _step(self) -> None:
         self.num_steps += 1
-        for output in self.engine.step():
+        begun_s = self.now_s
+        outputs = self.engine.step()
+        self.busy_s += self.now_s - begun_s
+        for output in outputs:
             if self.line is not None and self._before_token:
                 number = output.sequence.request.request_id
                 if self._before_token.pop(number, None) is not None:
@@ -340,6 +408,7 @@ class SimulatedReplica:
         """Tell the router what has changed since the last time."""
         if self._source is not None:
             line.tell_blocks(self.now_s, self._source.take_events())
+        self._idle_is_told = False
         if self.now_s >= self._report_s:
             self._report_s = self.now_s + REPORT_S
             line.tell_load(self.now_s, self._load())
@@ -347,6 +416,12 @@ class SimulatedReplica:
             self._evidence_s = self.now_s + TELL_S
             others = line.tell_evidence(self.now_s, self._evidence.evidence())
             self._evidence.hear_evidence(others)
+
+    def _tell_idle(self, line: RouterLine) -> None:
+        """Tell the router once that nothing is left to do, or that nothing has come yet."""
+        if self.is_idle and not self._idle_is_told:
+            self._idle_is_told = True
+            line.tell_load(self.now_s, self._load())
 
     def _load(self) -> Load:
         """Return what a replica would report now."""
@@ -361,12 +436,20 @@ class SimulatedReplica:
                 max(0, len(each.request.prompt_token_ids) - each.num_computed_tokens)
                 for each in self._before_token.values()
             )
-            + sum(request.input_tokens for request, _ in self._coming),
+            + sum(each.request.input_tokens for each in self._coming),
             compute_s_per_token=prices.token_s,
+            load_s_per_block=self._load_s_per_block(),
             decode_s_per_step=self._costs.seconds(decode) if num_running else prices.step_s,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
         )
+
+    def _load_s_per_block(self) -> Mapping[Medium, float]:
+        """Return the seconds for a record that a prefill replica has left, where some were."""
+        carrier = self.carrier
+        if carrier is None or not carrier.num_peer_records:
+            return {}
+        return {"STORAGE": carrier.peer_load_s / carrier.num_peer_records}
 
     def _note(self) -> None:
         if self.waste is not None:

@@ -8,25 +8,30 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
+from typing import final
 
 from quire.config import EngineConfig
 from quire.engine.kv_sizing import kv_needs, ledger_for, staging_bytes, stored_spec
 from quire.engine.scheduler import SchedulerLimits
 from quire.engine.scheduling.offload_policy import WritePolicy
 from quire.engine.sequence import Sequence as EngineSequence
+from quire.errors import ConfigError
 from quire.kv import CacheConfig, build_accounting
 from quire.kv.interface import found_block_size
 from quire.planner.capacity import PlanTarget, rank_footprint, sizes_of
 from quire.planner.planned_tiers import (
     PlannedTier,
     TierTable,
+    planned_peer,
     planned_tiers,
     require_tier_blocks,
 )
 from quire.planner.simulation.cost_model import StepCosts
+from quire.planner.simulation.hand_offs import HandOffs
 from quire.planner.simulation.result import (
     Goals,
     LatencyTally,
+    PrefillFigures,
     SimulationResult,
     TierFigures,
     TierTotals,
@@ -34,7 +39,8 @@ from quire.planner.simulation.result import (
 from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, Router, RouterLine
 from quire.planner.simulation.simulated_engine import VirtualClock, virtual_engine
 from quire.planner.simulation.simulated_replica import SimulatedReplica
-from quire.planner.simulation.virtual_carrier import VirtualCarrier, VirtualTier
+from quire.planner.simulation.virtual_carrier import VirtualCarrier
+from quire.planner.simulation.virtual_tiers import Places, VirtualPeer, VirtualTier
 from quire.planner.simulation.waste import Waste
 from quire.planner.subject import Subject
 from quire.spec import ModelSpec
@@ -44,7 +50,11 @@ from quire.traces import TraceRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Equal replicas of an engine, and the routing between them."""
+    """Equal replicas of an engine, and the routing between them.
+
+    ``peer``: the memory and the link of a prefill replica, for blocks that it leaves; None: there
+    are none.
+    """
 
     spec: ModelSpec  # with the dtype in which keys and values are stored
     cache: str
@@ -53,6 +63,8 @@ class Fleet:
     costs: StepCosts
     swap_bytes: int = 0
     num_replicas: int = 1
+    num_prefill: int = 0  # further replicas, which compute prompts for the others
+    peer: PlannedTier | None = None
     routing: str = "round-robin"
     event_delay_s: float = DEFAULT_EVENT_DELAY_S  # until the router hears of a replica
     tiers: tuple[PlannedTier, ...] = ()  # the nearest first
@@ -66,23 +78,23 @@ def make_replica(
     *,
     by_steps: bool = False,
     looks_at_waste: bool = False,
-    tiers: Sequence[VirtualTier] = (),
+    places: Places | None = None,
     line: RouterLine | None = None,
 ) -> SimulatedReplica:
-    """Make an idle replica of a fleet, with these tiers and this line to the router.
+    """Make an idle replica of a fleet, with places for its blocks and this line to the router.
 
     Raises: ConfigError for an unknown strategy, and for tiers and one without blocks.
     """
     clock = VirtualClock()
     sizes = replace(fleet.sizes, keep_events=line is not None and line.hears_of_blocks)
     accounting = build_accounting(fleet.cache, fleet.spec, sizes)
-    carrier = None
-    if tiers:
+    carrier, places = None, places or Places()
+    if places.tiers or places.hands_over:
         block_size = found_block_size(accounting, fleet.sizes.block_size)
         carrier = VirtualCarrier(
             accounting.groups,
             block_size,
-            tiers,
+            places,
             fleet.costs,
             clock,
             staging_bytes=staging_bytes(
@@ -97,7 +109,8 @@ def make_replica(
         clock,
         swap_bytes=fleet.swap_bytes,
         carrier=carrier,
-        write=fleet.tier_write,
+        write=fleet.tier_write if places.tiers else "never",
+        transfer=carrier if places.hands_over else None,
     )
     waste = Waste(cache.accounting) if looks_at_waste else None
     replica = SimulatedReplica(
@@ -116,7 +129,7 @@ def make_replica(
 
 def router_of(fleet: Fleet) -> Router | None:
     """Make the router of a fleet, or None for one engine."""
-    if fleet.num_replicas == 1:
+    if fleet.num_replicas == 1 and not fleet.num_prefill:
         return None
     accounting = build_accounting(fleet.cache, fleet.spec, fleet.sizes)
     return Router(
@@ -125,6 +138,7 @@ def router_of(fleet: Fleet) -> Router | None:
         accounting.groups,
         found_block_size(accounting, fleet.sizes.block_size),
         delay_s=fleet.event_delay_s,
+        num_prefill=fleet.num_prefill,
     )
 
 
@@ -155,51 +169,110 @@ def simulate(
 
     shared = {n: VirtualTier(tier) for n, tier in enumerate(fleet.tiers) if tier.is_shared}
     router = router_of(fleet)
-    replicas = [
-        make_replica(
+    peers = [VirtualPeer(_peer_of(fleet), number) for number in range(fleet.num_prefill)]
+
+    def make(
+        place: int,
+        ended: Callable[[EngineSequence], None],
+        *,
+        leaves_at: VirtualPeer | None = None,
+    ) -> SimulatedReplica:
+        tiers = (shared.get(n) or VirtualTier(tier) for n, tier in enumerate(fleet.tiers))
+        return make_replica(
             fleet,
-            listener(place),
+            ended,
             by_steps=by_steps,
             looks_at_waste=looks_at_waste,
-            tiers=[shared.get(n) or VirtualTier(tier) for n, tier in enumerate(fleet.tiers)],
+            places=Places(
+                tiers=tuple(tiers),
+                leaves_at=leaves_at,
+                peers=() if leaves_at is not None else tuple(peers),
+            ),
             line=router.line(place) if router is not None else None,
         )
-        for place in range(fleet.num_replicas)
-    ]
-    num_requests = _replay(trace, replicas, router)
-    end_s = max(replica.now_s for replica in replicas)
-    for replica in replicas:
+
+    def make_prefill(
+        peer: VirtualPeer, ended: Callable[[EngineSequence], None], refused: Callable[[int], None]
+    ) -> SimulatedReplica:
+        replica = make(fleet.num_replicas + peer.number, ended, leaves_at=peer)
+        replica.refused = refused
+        return replica
+
+    replicas = [make(place, listener(place)) for place in range(fleet.num_replicas)]
+    hand_offs = HandOffs(peers, make_prefill, delay_s=fleet.event_delay_s) if peers else None
+    num_requests = _Replay(replicas, router, hand_offs).run(trace)
+    prefill = () if hand_offs is None else hand_offs.replicas
+    end_s = max(replica.now_s for replica in (*replicas, *prefill))
+    for replica in (*replicas, *prefill):
         replica.timeline.jump(end_s)
-    return _result(fleet, replicas, tally, goals, num_requests)
+    result = _result(fleet, replicas, prefill, tally, goals, num_requests)
+    if router is None or not peers:
+        return result
+    return _with_apart(result, router, peers, prefill)
 
 
-def _replay(
-    trace: Iterable[TraceRequest], replicas: Sequence[SimulatedReplica], router: Router | None
-) -> int:
-    """Run all requests. Returns: how many there were."""
-    num_requests = 0
-    for number, request in enumerate(trace):
-        num_requests += 1
-        for replica in replicas:
-            replica.run_until(request.at_s)
-        place = router.choose(request, number) if router is not None else 0
-        replicas[place].add(request, number)
-    for replica in replicas:
-        replica.run_until(inf)
-    return num_requests
+@final
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """A trace on its way through replicas."""
+
+    replicas: Sequence[SimulatedReplica]
+    router: Router | None
+    hand_offs: HandOffs | None
+
+    def run(self, trace: Iterable[TraceRequest]) -> int:
+        """Run all requests. Returns: how many there were."""
+        num_requests = 0
+        for number, request in enumerate(trace):
+            num_requests += 1
+            self._run_until(request.at_s)
+            self._send(request, number)
+        self._run_until(inf)
+        return num_requests
+
+    def _run_until(self, moment_s: float) -> None:
+        """Let all replicas take their steps up to a moment, and hand prompts over meanwhile."""
+        while (handed := self.hand_offs) is not None and (next_s := handed.next_s) < moment_s:
+            for replica in self.replicas:
+                replica.run_until(next_s)
+            going_on = handed.advance()
+            if going_on is not None:
+                assert self.router is not None, "a fleet with prefill replicas has a router"
+                self.router.note_handed_over(has_blocks=going_on.remote is not None)
+                self.replicas[going_on.place].add(
+                    going_on.request, going_on.number, at_s=going_on.at_s, remote=going_on.remote
+                )
+        prefill = () if handed is None else handed.replicas
+        for replica in (*self.replicas, *prefill):
+            replica.run_until(moment_s)
+
+    def _send(self, request: TraceRequest, number: int) -> None:
+        """Send a request where the router wants it, which has come now."""
+        place, prefill = 0, None
+        if self.router is not None:
+            place = self.router.choose(request, number)
+            prefill = self.router.choose_apart(request, number)
+        if prefill is None or self.hand_offs is None:
+            self.replicas[place].add(request, number)
+        else:
+            self.hand_offs.ask(prefill - len(self.replicas), request, number, place)
 
 
 def _result(
     fleet: Fleet,
     replicas: Sequence[SimulatedReplica],
+    prefill: Sequence[SimulatedReplica],
     tally: LatencyTally,
     goals: Goals,
     num_requests: int,
 ) -> SimulationResult:
+    # Prefill replicas see the prompts of the others once more: their requests count as these's.
+    every = (*replicas, *prefill)
     counts = [replica.scheduler.statistics for replica in replicas]
+    counts_of_all = [replica.scheduler.statistics for replica in every]
     # Without a prefix cache nothing is looked up, and no prompt is missed.
     looked_up = counts if fleet.sizes.enable_prefix_caching else []
-    lines = [replica.timeline for replica in replicas]
+    lines = [replica.timeline for replica in every]
     duration_s = max(line.duration_s for line in lines)
 
     def mean(figure: str) -> float:
@@ -207,7 +280,7 @@ def _result(
         total = sum(line.integral(figure) for line in lines)
         return total / duration_s if duration_s else 0.0
 
-    waste = Waste.shares([each.waste for each in replicas if each.waste is not None])
+    waste = Waste.shares([each.waste for each in every if each.waste is not None])
     peak = max((line.peak for line in lines), key=lambda state: state.committed_bytes)
     return SimulationResult(
         cache=fleet.cache,
@@ -218,19 +291,19 @@ def _result(
         num_finished=_added(each.num_finished for each in counts),
         num_refused=sum(replica.num_refused for replica in replicas),
         duration_s=duration_s,
-        num_steps=sum(replica.num_steps for replica in replicas),
-        num_scheduled_tokens=int(sum(each.step_tokens.sum for each in counts)),
+        num_steps=sum(replica.num_steps for replica in every),
+        num_scheduled_tokens=int(sum(each.step_tokens.sum for each in counts_of_all)),
         num_input_tokens=tally.num_input_tokens,
         num_output_tokens=tally.num_output_tokens,
         prefix_query_tokens=sum(each.prefix_query_tokens for each in looked_up),
         prefix_hit_tokens=sum(each.prefix_hit_tokens for each in looked_up),
         prefix_missed_tokens=_added(each.prefix_missed_tokens for each in looked_up),
-        num_preemptions=sum(each.num_preemptions for each in counts),
-        num_swaps=sum(each.num_swaps for each in counts),
-        num_recomputed_tokens=sum(each.num_recomputed_tokens for each in counts),
-        saved_bytes=sum(each.saved_bytes for each in counts),
-        loaded_bytes=sum(each.loaded_bytes for each in counts),
-        copied_bytes=sum(replica.cache.copied_bytes for replica in replicas),
+        num_preemptions=sum(each.num_preemptions for each in counts_of_all),
+        num_swaps=sum(each.num_swaps for each in counts_of_all),
+        num_recomputed_tokens=sum(each.num_recomputed_tokens for each in counts_of_all),
+        saved_bytes=sum(each.saved_bytes for each in counts_of_all),
+        loaded_bytes=sum(each.loaded_bytes for each in counts_of_all),
+        copied_bytes=sum(replica.cache.copied_bytes for replica in every),
         used_bytes=mean("used_bytes"),
         committed_bytes=mean("committed_bytes"),
         cached_bytes=mean("cached_bytes"),
@@ -244,15 +317,50 @@ def _result(
         latencies=tally.figures(),
         goals=asdict(goals),
         num_good=tally.num_good,
-        tiers=_tier_totals(fleet, replicas),
+        busy_fraction=_busy_fraction(replicas, duration_s),
+        tiers=_tier_totals(fleet, every),
         timelines=tuple(tuple(line.points) for line in lines),
     )
+
+
+def _busy_fraction(replicas: Sequence[SimulatedReplica], duration_s: float) -> float:
+    """Return the share of the time in which steps ran, in the mean."""
+    return sum(each.busy_s for each in replicas) / (len(replicas) * duration_s or 1.0)
+
+
+def _with_apart(
+    result: SimulationResult,
+    router: Router,
+    peers: Sequence[VirtualPeer],
+    prefill: Sequence[SimulatedReplica],
+) -> SimulationResult:
+    """Return a result with what prefill replicas did for the others.
+
+    What they found in their caches counts as found, and what they handed over does not.
+    """
+    moved_tokens = sum(peer.tier.hit_tokens for peer in peers)
+    own = sum(each.scheduler.statistics.prefix_hit_tokens for each in prefill)
+    apart = PrefillFigures(
+        num_replicas=len(prefill),
+        num_prompts={each: router.num_prefilled[each] for each in ("apart", "here", "failed")},
+        moved_bytes=sum(peer.tier.loaded_bytes for peer in peers),
+        moved_tokens=moved_tokens,
+        busy_fraction=_busy_fraction(prefill, result.duration_s),
+    )
+    hits = max(0, result.prefix_hit_tokens - moved_tokens) + own
+    return replace(result, prefill=apart, prefix_hit_tokens=hits)
+
+
+def _peer_of(fleet: Fleet) -> PlannedTier:
+    if fleet.peer is None:
+        raise ConfigError("a fleet with prefill replicas needs the speed of the links to them")
+    return fleet.peer
 
 
 def _tier_totals(fleet: Fleet, replicas: Sequence[SimulatedReplica]) -> TierTotals | None:
     """Add up what all replicas did with their tiers; None if there are none."""
     carriers = [each.carrier for each in replicas if each.carrier is not None]
-    if not carriers:
+    if not (carriers and fleet.tiers):
         return None
     counts = [each.offload_counts for each in replicas]
     hit_tokens = sum(each.hit_tokens for each in counts)
@@ -354,3 +462,32 @@ def fleet_for(
         tier_write=config.kv_tier_write,
         is_on_host=not on_gpu,
     )
+
+
+def with_prefill(
+    fleet: Fleet,
+    num_prefill: int,
+    subject: Subject,
+    config: EngineConfig,
+    *,
+    num_ranks: int = 1,
+    tier_table: TierTable | None = None,
+) -> Fleet:
+    """Return a fleet with so many prefill replicas besides; ``tier_table``: the speed of its links.
+
+    Raises: ConfigError for a cache whose blocks cannot be handed over.
+    """
+    if not num_prefill:
+        return fleet
+    accounting = build_accounting(fleet.cache, fleet.spec, fleet.sizes)
+    require_tier_blocks(
+        config,
+        subject.name,
+        accounting,
+        num_ranks=num_ranks,
+        source_tokens=subject.spec.source_tokens,
+        has_peers=True,
+    )
+    block_size = found_block_size(accounting, config.block_size)
+    peer = planned_peer(accounting.groups, block_size=block_size, table=tier_table)
+    return replace(fleet, num_prefill=num_prefill, peer=peer)

@@ -17,12 +17,15 @@ from math import inf
 from typing import TypeAlias, final
 
 from quire.engine.scheduling.block_carrier import LoadJob, TierReport, columns_read, reads_all
+from quire.engine.scheduling.offers import Lease
 from quire.engine.scheduling.step_costs import LoadTimes, mean_of_latest
+from quire.engine.sequence import RemoteBlocks
+from quire.fleet.detours import WAIT_S
 from quire.kv.prefix_index import BlockEvent, BlockIdentity
-from quire.planner.kept_records import KeptRecords
-from quire.planner.planned_tiers import RECORDS_A_CALL, PlannedTier
+from quire.planner.planned_tiers import RECORDS_A_CALL
 from quire.planner.simulation.cost_model import StepCosts
 from quire.planner.simulation.simulated_engine import VirtualClock
+from quire.planner.simulation.virtual_tiers import Places, VirtualPeer
 from quire.spec import Group
 from quire.tiers import Name
 
@@ -30,17 +33,6 @@ from quire.tiers import Name
 _STORE_SHARE = 0.5  # of staging memory, that may hold what is to be stored
 _MOST_TRIED = 64  # ends of a prefix, where windows or states must be there too
 _CLOSE_S = 5.0  # to store what was copied out
-
-
-@final
-class VirtualTier:
-    """What a planned tier keeps, and what has been read from it and written to it."""
-
-    def __init__(self, planned: PlannedTier) -> None:
-        self.planned = planned
-        self.records: KeptRecords = planned.make_records()
-        self.loaded_bytes = self.stored_bytes = 0
-        self.hit_tokens = 0  # that it had, and that were inserted into the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +44,7 @@ class _Record:
     identity: BlockIdentity
     name: Name
     tier: int  # that has it; -1: none yet
+    lease: str = ""  # for which another replica is to have it
 
 
 _Task: TypeAlias = tuple[LoadJob, float] | list[_Record] | LoadJob
@@ -81,7 +74,7 @@ class VirtualCarrier:
         self,
         groups: Sequence[Group],
         block_size: int,
-        tiers: Sequence[VirtualTier],  # the nearest first
+        places: Places,
         costs: StepCosts,
         clock: VirtualClock,
         *,
@@ -89,10 +82,13 @@ class VirtualCarrier:
         shares_processor: bool,  # what stores takes computing from the steps
     ) -> None:
         self.when_idle: Callable[[], bool] | None = None
-        self.tiers = tuple(tiers)
+        self.tiers, self._places = places.tiers, places
+        self.peer_load_s, self.num_peer_records = 0.0, 0  # that were loaded from peers
+        self._sources = places.sources
         self._groups, self._block_size = tuple(groups), block_size
         self._costs, self._clock = costs, clock
-        self._sizes = tiers[0].planned.record_bytes
+        known = self._sources[0] if places.leaves_at is None else places.leaves_at.tier
+        self._sizes = known.planned.record_bytes
         self._everywhere = [n for n, group in enumerate(groups) if reads_all(group)]
         self._elsewhere = [n for n in range(len(groups)) if n not in self._everywhere]
         self._column_bytes = sum(self._sizes[n] for n in self._everywhere)
@@ -141,6 +137,9 @@ class VirtualCarrier:
         self._storer.tasks.append((self._clock.now_s, job))
 
     def copy_out(self, group: int, block: int, identity: BlockIdentity) -> bool:
+        return self._copy_out(group, identity, "")
+
+    def _copy_out(self, group: int, identity: BlockIdentity, lease: str) -> bool:
         self._catch_up()
         size = self._sizes[group]
         if self._staged_bytes + size > _STORE_SHARE * self._staging_bytes:
@@ -149,7 +148,7 @@ class VirtualCarrier:
         copy_s = size * self._costs.save_s_per_byte
         self._clock.now_s += copy_s
         self._copy_s = mean_of_latest(self._copy_s, copy_s)
-        self._outgoing.append(_Record(group, -1, identity, _name(group, identity), -1))
+        self._outgoing.append(_Record(group, -1, identity, _name(group, identity), -1, lease))
         return True
 
     def send(self) -> None:
@@ -198,7 +197,7 @@ class VirtualCarrier:
             records = (job.payloads.get((group, column)) for group in range(len(self._groups)))
             tier = next((each.tier for each in records if isinstance(each, _Record)), tier)
             if tier is not None:
-                self.tiers[tier].hit_tokens += self._block_size
+                self._sources[tier].hit_tokens += self._block_size
 
     def report(self) -> tuple[TierReport, ...]:
         """Return nothing: a simulation reads ``tiers`` itself."""
@@ -256,7 +255,8 @@ class VirtualCarrier:
             return self._load_one(*task, now_s)
         if isinstance(task, LoadJob):
             return sum(self._store_s_of(records, of) for of, records in self._promoted(task))
-        seconds = self._store_s_of(task, len(self.tiers))
+        leased, own = self._parted(task)
+        seconds = self._store_s_of(own, len(self.tiers)) + self._leave_s(leased)
         if self._shares_processor:
             self._store_s = mean_of_latest(self._store_s, seconds / len(task))
         return seconds
@@ -271,8 +271,77 @@ class VirtualCarrier:
             self._give_back(task.payloads.values())
             task.payloads = {}
             return
-        self._store_in(task, len(self.tiers), now_s)
+        leased, own = self._parted(task)
+        self._store_in(own, len(self.tiers), now_s)
+        for record in leased:
+            self._peer.keep(record.lease, record.name, self._sizes[record.group], now_s)
         self._give_back(task)
+
+    # -- for other replicas ------------------------------------------------------------------------
+
+    @property
+    def _peer(self) -> VirtualPeer:
+        assert self._places.leaves_at is not None, "nothing is left for others here"
+        return self._places.leaves_at
+
+    @property
+    def is_of_prefill(self) -> bool:
+        """Return whether it leaves blocks for other replicas."""
+        return self._places.leaves_at is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether its threads have nothing to do, and have done nothing that is not asked for."""
+        return self._next_s == inf and not (self._done or self._outgoing)
+
+    @property
+    def next_s(self) -> float:
+        """Return the moment at which a thread ends its task or begins one; infinite: at none."""
+        return self._next_s
+
+    def do_next(self) -> None:
+        """End a thread's task or begin one, as soon as that is due, whatever the engine does."""
+        self._work()
+
+    def lease(self, groups: Sequence[Sequence[int]]) -> Lease | None:
+        sizes = [[self._sizes[group] for group in own] for own in groups]
+        name, count = self._peer.lease(sizes, self._clock.now_s)
+        if not count:
+            return None
+        params = {"remote_port": self._peer.number, "remote_request_id": name}
+        return Lease(name=name, num_blocks=count, params=params)
+
+    def copy_leased(self, group: int, block: int, identity: BlockIdentity, lease: str) -> bool:
+        return self._copy_out(group, identity, lease)
+
+    def skip(self, group: int, lease: str) -> None:
+        self._peer.skip(lease, self._sizes[group], self._clock.now_s)
+
+    def least_wait_s(self, remote: RemoteBlocks | None) -> float:
+        return 0.0 if remote is None else WAIT_S
+
+    def release_remote(self, remote: RemoteBlocks) -> None:
+        self._places.peers[remote.port].release(remote.lease)
+
+    def end_leases(self) -> None:
+        """Do nothing: no model here is another one than it was."""
+
+    def _parted(self, records: list[_Record]) -> tuple[list[_Record], list[_Record]]:
+        """Return the records that are left for others, and those for tiers."""
+        leased = [record for record in records if record.lease]
+        return leased, [record for record in records if not record.lease]
+
+    def _leave_s(self, records: list[_Record]) -> float:
+        """Return the seconds to write records where others load them."""
+        if not records:
+            return 0.0
+        num_bytes = sum(self._sizes[record.group] for record in records)
+        return num_bytes / self._peer.tier.planned.speed.write_bytes_per_s
+
+    def _asked(self, job: LoadJob) -> Sequence[int]:
+        """Return the sources that are asked for a job's blocks: the peer that it names first."""
+        own = range(len(self.tiers))
+        return own if job.remote is None else (len(own) + job.remote.port, *own)
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -295,11 +364,15 @@ class VirtualCarrier:
             end, trailing, more_s = self._last_end(job, end)
             seconds += more_s
         wanted = [*trailing, *(each for column in run[: end - job.first] for each in column)]
+        finding_s = seconds
         good, seconds = self._in_time(wanted, seconds, max(0.0, deadline_s - now_s))
+        if job.remote is not None:
+            self.peer_load_s += seconds - finding_s
+            self.num_peer_records += len(good)
         for record in good:
             size = self._sizes[record.group]
             self._staged_bytes += size
-            tier = self.tiers[record.tier]
+            tier = self._sources[record.tier]
             tier.loaded_bytes += size
             tier.records.use(record.name, now_s)
             job.payloads[record.group, record.column] = record
@@ -308,7 +381,7 @@ class VirtualCarrier:
         elif not self._elsewhere:
             job.end = job.first + len(good) // len(self._everywhere)
         job.is_cut = count < len(job.blocks) and job.end == job.first + count > job.first
-        if job.end > job.first:
+        if job.end > job.first and job.remote is None:  # a peer's times say nothing of tiers
             self._loads.note(job.end - job.first, seconds)
         return seconds
 
@@ -320,7 +393,8 @@ class VirtualCarrier:
         seconds, goes_on = 0.0, True
         while goes_on and len(found) < count:
             goes_on = False
-            for number, tier in enumerate(self.tiers):
+            for number in self._asked(job):
+                tier = self._sources[number]
                 seconds += tier.planned.speed.call_s
                 before = len(found)
                 for at in range(before, count):
@@ -354,7 +428,8 @@ class VirtualCarrier:
     ) -> tuple[list[_Record] | None, float]:
         """Find a tier that has a group's records of all these columns, and the seconds it takes."""
         seconds = 0.0
-        for number, tier in enumerate(self.tiers):
+        for number in self._asked(job):
+            tier = self._sources[number]
             seconds += tier.planned.speed.call_s
             several = [self._column(job, column, [group], number)[0] for column in columns]
             if all(tier.records.has(each.name) for each in several):
@@ -371,7 +446,7 @@ class VirtualCarrier:
         """Return the first records that come before a job's deadline, and the seconds they take."""
         in_batch, last = 0, -1
         for count, record in enumerate(wanted):
-            speed = self.tiers[record.tier].planned.speed
+            speed = self._sources[record.tier].planned.speed
             if record.tier != last or in_batch == RECORDS_A_CALL:
                 seconds += speed.call_s
                 in_batch, last = 0, record.tier
@@ -390,7 +465,7 @@ class VirtualCarrier:
         several: dict[int, list[_Record]] = {}
         for payload in job.payloads.values():
             assert isinstance(payload, _Record)
-            if payload.tier:
+            if 0 < payload.tier < len(self.tiers):  # what peers left goes nowhere else
                 several.setdefault(payload.tier, []).append(payload)
         return list(several.items())
 
