@@ -202,7 +202,11 @@ async def _measure(
 
 
 # All numbers of a cost model.
-_COEFFICIENTS = tuple(each.name for each in fields(FittedCosts) if each.name != "about")
+_COEFFICIENTS = tuple(
+    each.name
+    for each in fields(FittedCosts)
+    if each.name not in ("about", "is_recorded", "beyond_s")
+)
 
 
 def _calibrate_one(processor: int, model: str | None, begins: Any, results: Any) -> None:
@@ -214,7 +218,7 @@ def _calibrate_one(processor: int, model: str | None, begins: Any, results: Any)
     with LLM(model, gauge=Plenty(), **OPTIONS) as llm:
         begins.wait()
         costs = calibrate(llm, rounds=1).costs
-        results.put({name: getattr(costs, name) for name in _COEFFICIENTS})
+        results.put(replace(costs, about={}))
 
 
 def calibrated(model: str | None) -> FittedCosts:
@@ -234,7 +238,7 @@ def calibrated(model: str | None) -> FittedCosts:
     ]
     for process in processes:
         process.start()
-    found: list[dict[str, float]] = []
+    found: list[FittedCosts] = []
     while len(found) < NUM_REPLICAS:
         try:
             found.append(results.get(timeout=1.0))
@@ -245,9 +249,13 @@ def calibrated(model: str | None) -> FittedCosts:
                 raise RuntimeError("a calibration has ended early") from None
     for process in processes:
         process.join()
-    costs: dict[str, Any] = {name: mean(own[name] for own in found) for name in _COEFFICIENTS}
-    costs["is_recorded"] = all(own["is_recorded"] for own in found)
-    return FittedCosts(**costs)
+    is_recorded = all(own.is_recorded for own in found)
+    beyond_s = zip(*(own.beyond_s for own in found), strict=True) if is_recorded else ()
+    return FittedCosts(
+        **{name: mean(getattr(own, name) for own in found) for name in _COEFFICIENTS},
+        is_recorded=is_recorded,
+        beyond_s=tuple(map(mean, beyond_s)),
+    )
 
 
 # -- the table -------------------------------------------------------------------------------------

@@ -80,6 +80,23 @@ def test_a_step_takes_as_long_as_the_recorded_pass_that_plays_it() -> None:
         assert found.costs.seconds(work) == pytest.approx(truth.seconds(work), rel=1e-2)
 
 
+def test_a_pass_of_a_size_of_its_own_takes_what_it_takes() -> None:
+    """Kernels take four rows at once: a pass of three may take longer than one of four."""
+    beyond_s = [0.0] * len(RECORDED_SIZES)
+    beyond_s[RECORDED_SIZES.index(3)], beyond_s[RECORDED_SIZES.index(4)] = 6e-4, -2e-4
+    truth = replace(TRUTH, is_recorded=True, beyond_s=tuple(beyond_s))
+    rng = np.random.default_rng(4)
+    few = [
+        StepWork(tokens, tokens, tokens, tokens * context, tokens * context)
+        for tokens in range(1, 13)
+        for context in (16.0, 100.0, 300.0, 900.0)
+    ]
+    found = fit([(work, truth.seconds(work)) for work in few + works(rng)])
+    for tokens in range(1, 13):
+        work = StepWork(tokens, tokens, tokens, 200.0, 200.0)
+        assert found.costs.seconds(work) == pytest.approx(truth.seconds(work), rel=0.02), tokens
+
+
 def test_recorded_passes_are_of_the_sizes_that_a_fit_knows() -> None:
     from quire.models.recorded.recordings import SIZES
 
@@ -122,10 +139,23 @@ def test_features_are_what_seconds_adds_up() -> None:
         assert sum(terms) == pytest.approx(TRUTH.seconds(work))
 
 
-def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beyond_s", [(), (*range(-1, len(RECORDED_SIZES) - 1),)])
+def test_a_calibration_is_read_as_it_was_written(tmp_path: Path, beyond_s: Any) -> None:
+    path, written = tmp_path / "here.json", replace(TRUTH, is_recorded=True, beyond_s=beyond_s)
+    written.write(path)
+    assert FittedCosts.read(path) == written
+
+
+@pytest.mark.parametrize(
+    "beyond_s", [None, [1.0], ["a"] * len(RECORDED_SIZES), [1e400] * len(RECORDED_SIZES)]
+)
+def test_what_passes_take_beyond_is_checked(tmp_path: Path, beyond_s: Any) -> None:
     path = tmp_path / "here.json"
     TRUTH.write(path)
-    assert FittedCosts.read(path) == TRUTH
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps(said | {"beyond_s": beyond_s}))
+    with pytest.raises(ConfigError, match="beyond_s"):
+        FittedCosts.read(path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"step_s": 1}'])

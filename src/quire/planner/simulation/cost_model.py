@@ -8,7 +8,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import log2
+from math import isfinite, log2
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, final
@@ -199,14 +199,19 @@ class FittedCosts:
     load_s: float = 0.0  # per sequence that is swapped in
     load_s_per_byte: float = 0.0
     is_recorded: bool = False  # a step takes as long as the recorded pass that plays it
+    # What recorded passes of each of RECORDED_SIZES take beyond that, below zero less; or nothing.
+    beyond_s: tuple[float, ...] = ()
     about: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def seconds(self, work: StepWork) -> float:
-        tokens = work.num_tokens
+        tokens, beyond_s = work.num_tokens, 0.0
         if self.is_recorded and tokens <= RECORDED_TOKENS:
-            tokens = RECORDED_SIZES[bisect_left(RECORDED_SIZES, tokens)]
+            number = bisect_left(RECORDED_SIZES, tokens)
+            tokens = RECORDED_SIZES[number]
+            beyond_s = self.beyond_s[number] if self.beyond_s else 0.0
         return (
             self.step_s
+            + beyond_s
             + self.long_step_s * (tokens > RECORDED_TOKENS)
             + self.sequence_s * work.num_sequences
             + self.sample_s * work.num_sampled
@@ -243,11 +248,20 @@ class FittedCosts:
                 f"--calibration {path} is not a calibration: quire bench --calibrate {path} "
                 f"makes one"
             )
-        numbers = {name: value for name, value in given.items() if name != "about"}
+        numbers = {k: v for k, v in given.items() if k not in ("about", "is_recorded", "beyond_s")}
         for name, value in numbers.items():
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ConfigError(f"--calibration {path}: {name}={value!r} must be a number ≥ 0")
-        numbers["is_recorded"] = bool(numbers["is_recorded"])
+        beyond_s = given["beyond_s"]
+        if not isinstance(beyond_s, list) or len(beyond_s) not in (0, len(RECORDED_SIZES)):
+            raise ConfigError(
+                f"--calibration {path}: beyond_s must be a list of no or {len(RECORDED_SIZES)} "
+                f"numbers"
+            )
+        for value in beyond_s:
+            if not isinstance(value, int | float) or not isfinite(value):
+                raise ConfigError(f"--calibration {path}: beyond_s has {value!r}, not a number")
+        numbers |= {"is_recorded": bool(given["is_recorded"]), "beyond_s": tuple(beyond_s)}
         return cls(**numbers, about=MappingProxyType(dict(given["about"])))
 
 
@@ -385,6 +399,7 @@ Array = npt.NDArray[np.float64]
 _ROUNDS = 12
 _NEAR = 0.1  # relative errors up to here count squared, larger ones less
 _MOST_COUNTED = 8  # most steps of a kind that add to its weight
+_LEAST_KINDS = 2  # kinds of steps of a recorded size that tell what is special about it
 _ALIKE = 4.0  # classes of context lengths per doubling
 
 
@@ -438,7 +453,15 @@ def _fit(measured: Sequence[tuple[StepWork, float]], *, is_recorded: bool) -> Fi
         fitted = rows @ solution
         far = np.maximum(np.abs(medians / fitted - 1), _NEAR)
         solution = _solve(rows, medians, fitted * np.sqrt(far / counts))
-    errors = rows @ solution / medians - 1
+    fitted = rows @ solution
+    beyond_s: tuple[float, ...] = ()
+    if is_recorded:
+        tokens = np.array([kind[0] for kind in kinds])
+        beyond_s = _beyond(tokens, medians - fitted)
+        fitted = fitted + [
+            beyond_s[RECORDED_SIZES.index(n)] if n <= RECORDED_TOKENS else 0.0 for n in tokens
+        ]
+    errors = fitted / medians - 1
     spreads = [
         abs(seconds / middle - 1)
         for middle, alike in zip(medians.tolist(), kinds.values(), strict=True)
@@ -446,15 +469,30 @@ def _fit(measured: Sequence[tuple[StepWork, float]], *, is_recorded: bool) -> Fi
     ]
     return Fit(
         costs=FittedCosts(
-            **dict(zip(COEFFICIENTS, solution.tolist(), strict=True)), is_recorded=is_recorded
+            **dict(zip(COEFFICIENTS, solution.tolist(), strict=True)),
+            is_recorded=is_recorded,
+            beyond_s=beyond_s,
         ),
         num_steps=len(measured),
         num_kinds=len(kinds),
         median_error=float(np.median(np.abs(errors))),
         p90_error=float(np.percentile(np.abs(errors), 90)),
-        total_error=float((rows @ solution).sum() / medians.sum() - 1),
+        total_error=float(fitted.sum() / medians.sum() - 1),
         spread=float(np.median(spreads)),
     )
+
+
+def _beyond(tokens: Array, rest_s: Array) -> tuple[float, ...]:
+    """Return what passes of each recorded size take beyond a fit's lines, of what it leaves over.
+
+    Kernels take rows in groups, so that a pass of four may take less time than one of three. Sizes
+    of too few kinds of steps lie between their neighbours.
+    """
+    known = [size for size in RECORDED_SIZES if (tokens == size).sum() >= _LEAST_KINDS]
+    if not known:
+        return (0.0,) * len(RECORDED_SIZES)
+    middles = [float(np.median(rest_s[tokens == size])) for size in known]
+    return tuple(np.interp(RECORDED_SIZES, known, middles).tolist())
 
 
 def _kind(work: StepWork) -> tuple[int, ...]:
