@@ -85,6 +85,8 @@ def test_a_pass_of_a_size_of_its_own_takes_what_it_takes() -> None:
     beyond_s = [0.0] * len(RECORDED_SIZES)
     beyond_s[RECORDED_SIZES.index(3)], beyond_s[RECORDED_SIZES.index(4)] = 6e-4, -2e-4
     truth = replace(TRUTH, is_recorded=True, beyond_s=tuple(beyond_s))
+    three = StepWork(3, 3, 3, 200.0, 200.0)
+    assert truth.seconds(three) == pytest.approx(TRUTH.seconds(three) + 6e-4)
     rng = np.random.default_rng(4)
     few = [
         StepWork(tokens, tokens, tokens, tokens * context, tokens * context)

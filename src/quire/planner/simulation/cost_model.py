@@ -95,7 +95,7 @@ class Reach:
 FEW_TOKENS, SOME_TOKENS = 8, 64
 # On a CPU a step of few tokens is played by the recorded pass of the next larger size, and takes as
 # long as that; a step of more tokens runs the model's own Python.
-RECORDED_SIZES = (1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), 80, 96, 112, 128)
+RECORDED_SIZES: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), 80, 96, 112, 128)
 RECORDED_TOKENS = RECORDED_SIZES[-1]
 
 
@@ -204,7 +204,8 @@ class FittedCosts:
     about: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def seconds(self, work: StepWork) -> float:
-        tokens, beyond_s = work.num_tokens, 0.0
+        tokens = work.num_tokens
+        beyond_s = 0.0
         if self.is_recorded and tokens <= RECORDED_TOKENS:
             number = bisect_left(RECORDED_SIZES, tokens)
             tokens = RECORDED_SIZES[number]
