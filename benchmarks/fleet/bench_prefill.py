@@ -3,9 +3,10 @@
 Two fleets of two processes each, on the same two processors (``processes.py``), take turns: two
 plain replicas, and one that computes prompts for one that writes answers. Streams are being
 written while long prompts come; this process is door and client, without HTTP. The plain fleet is
-asked twice in each round (A/A).
+asked twice in each round (A/A). With a calibration of ``bench_simulated`` both fleets are simulated
+too, by the door's own rule, the engine's scheduler, and a link of the speed that was measured.
 
-    python -m benchmarks.fleet.bench_prefill --model FOLDER --rounds 3
+    python -m benchmarks.fleet.bench_prefill --model FOLDER --rounds 3 --calibration fleet.json
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
@@ -26,14 +27,22 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from benchmarks.fleet.bench_simulated import simulated_fleet
 from benchmarks.fleet.processes import replicas_of, running
 from benchmarks.harness.report import Table, WithClaims, show
 from quire.bench.workload import Vocabulary
+from quire.engine.sequence import Sequence
+from quire.engine.statistics import Latencies
 from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.placement import LeastLoaded
 from quire.fleet.prefill import PrefillPlaces
+from quire.planner.planned_tiers import planned_peer
+from quire.planner.simulation.cost_model import FittedCosts
+from quire.planner.simulation.simulator import simulate
 from quire.sampling_params import SamplingParams
+from quire.traces import TraceRequest
 
+ROUTING = "least-loaded"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 # What is written lasts as long as prompts come: to an idle replica none goes apart.
 WRITTEN, WRITTEN_PROMPT, WRITTEN_TOKENS = 6, 32, 400
@@ -116,10 +125,46 @@ async def _measure(model: str | None, rounds: int, gap_s: float) -> dict[str, li
     return found
 
 
+def _simulated(model: str | None, costs: FittedCosts, gap_s: float, *, is_apart: bool) -> Taken:
+    """Return what a simulated fleet takes, whose gaps are the means of each answer."""
+    fleet = replace(
+        simulated_fleet(model), costs=costs, num_replicas=1 if is_apart else 2, routing=ROUTING
+    )
+    if is_apart:
+        block_size = fleet.sizes.block_size
+        peer = planned_peer(fleet.spec.groups, block_size=block_size)
+        fleet = replace(fleet, num_prefill=1, peer=peer)
+    written = [
+        TraceRequest(at_s=0.0, input_tokens=WRITTEN_PROMPT, output_tokens=WRITTEN_TOKENS)
+        for _ in range(WRITTEN)
+    ]
+    long = [
+        TraceRequest(at_s=(1 + n) * gap_s, input_tokens=LONG_PROMPT, output_tokens=LONG_TOKENS)
+        for n in range(LONG)
+    ]
+    taken = Taken()
+
+    def note(_: int, sequence: Sequence) -> None:
+        took = Latencies.of(sequence)
+        assert took.first_token_s is not None
+        assert took.decode_s is not None
+        if sequence.num_prompt_tokens == LONG_PROMPT:
+            taken.firsts_s.append(took.first_token_s)
+        else:
+            taken.gaps_s.append(took.decode_s / (sequence.num_output_tokens - 1))
+
+    found = simulate([*written, *long], fleet, ended=note)
+    taken.tokens_per_s = found.output_tokens_per_s
+    taken.apart = 0 if found.prefill is None else found.prefill.num_prompts["apart"]
+    return taken
+
+
+_GAPS = 3  # of the figures, that a simulation has only as means of answers
 _FIGURES: tuple[tuple[str, Callable[[Taken], float]], ...] = (
     ("time between tokens, median, ms", lambda own: 1e3 * median(own.gaps_s)),
     ("time between tokens, p99, ms", lambda own: 1e3 * float(np.percentile(own.gaps_s, 99))),
     ("longest of these, ms", lambda own: 1e3 * max(own.gaps_s)),
+    ("time between tokens, mean, ms", lambda own: 1e3 * mean(own.gaps_s)),
     ("first token of long prompts, mean, ms", lambda own: 1e3 * mean(own.firsts_s)),
     ("all tokens/s", lambda own: own.tokens_per_s),
     ("prompts computed apart", lambda own: float(own.apart)),
@@ -130,16 +175,29 @@ def main(
     model: Annotated[str | None, typer.Option(help="A folder; default: the demo model.")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     gap_s: Annotated[float, typer.Option(help="Seconds between two long prompts.")] = 0.7,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Simulate both fleets with it, too.")
+    ] = None,
     with_claims: WithClaims = False,
 ) -> None:
     """Compare a fleet with a prefill replica to one of two equal replicas."""
     found = asyncio.run(_measure(model, rounds, gap_s))
+    paper = list[Taken]()
+    if calibration is not None:
+        costs = FittedCosts.read(calibration)
+        both = (False, True)
+        paper = [_simulated(model, costs, gap_s, is_apart=is_apart) for is_apart in both]
     table = Table(
         title=f"{WRITTEN} answers of {WRITTEN_TOKENS} tokens, {LONG} prompts of {LONG_PROMPT}",
-        columns=("figure", *found, "apart / two (least … most)"),
+        columns=(
+            "figure",
+            *found,
+            "apart / two (least … most)",
+            *("two, simulated", "apart, simulated")[: len(paper)],
+        ),
         rows=[],
     )
-    for name, of in _FIGURES:
+    for number, (name, of) in enumerate(_FIGURES):
         values = {fleet: [of(own) for own in taken] for fleet, taken in found.items()}
         ratio = ""
         if all(values["two replicas"]):
@@ -149,7 +207,8 @@ def main(
             if with_claims:
                 print(json.dumps({"claim": f"prompts apart: {name}", "ratio": median(ratios)}))
         row = [f"{median(each):.1f}" for each in values.values()]
-        table.rows.append([name, *row, ratio])
+        said = ["" if number < _GAPS else f"{of(own):.1f}" for own in paper]
+        table.rows.append([name, *row, ratio, *said])
     show([table], [], Console())
 
 

@@ -324,7 +324,9 @@ def main(
     if calibrate_to is not None:
         costs.write(calibrate_to)
         return
-    fleet = replace(_fleet(model), costs=costs, num_replicas=NUM_REPLICAS, routing="prefix-aware")
+    fleet = replace(
+        simulated_fleet(model), costs=costs, num_replicas=NUM_REPLICAS, routing="prefix-aware"
+    )
     traces = {name: trace for name, trace in workloads(scale).items() if only in name}
     found = asyncio.run(_measure(model, fleet, traces, rounds))
     _print(found)
@@ -333,7 +335,8 @@ def main(
             print(json.dumps(row))
 
 
-def _fleet(model: str | None) -> Fleet:
+def simulated_fleet(model: str | None) -> Fleet:
+    """Return a fleet of one replica, with the sizes of the benchmark's engines and no speed."""
     from quire.engine.llm import LLM
 
     with LLM(model, gauge=Plenty(), **OPTIONS) as llm:
