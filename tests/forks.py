@@ -258,3 +258,5 @@ if __name__ == "__main__":
         sys.argv = ["-c", *job["args"]]
         del sys.path[0]  # this folder
         _run(compile(job["code"], "<string>", "exec"), leaves=job["leaves"])
+    else:
+        os._exit(0)  # to take the libraries apart takes a second
