@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
@@ -112,6 +113,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if session.config.option.workers > 1 and "forks" in sys.modules:
+        sys.modules["forks"].begin()  # one for all of them
     return workers.run_all(session)
 
 
