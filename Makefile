@@ -7,7 +7,8 @@ BIN       := $(VENV)/bin
 READY     := $(VENV)/.ready
 DOCS      := $(VENV)/.ready-docs
 FLEET     := $(VENV)/.ready-fleet
-PIP       := $(BIN)/python -m pip --disable-pip-version-check -qq
+# Of the twenty thousand modules Python compiles those that are imported. To compile all takes most of an installation.
+INSTALL   := $(BIN)/python -m pip --disable-pip-version-check -qq install --no-compile
 MINUTES   ?= 10
 # Torch 2.11's, which a GPU may have; .venv has a later one.
 OTHER_TRITON := .venv-triton-3.6
@@ -33,19 +34,19 @@ demo: $(READY) ## the shipped model's text and memory with each of the four stra
 	@$(BIN)/quire compare
 
 test: $(READY) ## run the tests, in as many processes as there are cores
-	@$(BIN)/pytest -n logical --dist loadfile
+	@$(BIN)/pytest --workers cores
 
 test-all: $(READY) ## the tests, and the whole of what they sample: minutes for attention on each instruction set
-	@$(BIN)/pytest -n logical --dist loadfile -m "not ray"
+	@$(BIN)/pytest --workers cores -m "not ray"
 
 test-gpu: $(if $(VENV),$(READY)) ## what a GPU can be tested with (installing nothing: make test-gpu VENV= PYTHON=python3)
 	@$(GPU_PYTHON) -m benchmarks.gpu.run --checks $(if $(ONLY),--only $(ONLY)) $(OPTIONS)
 
 test-triton: $(READY) triton-3.6 ## each kernel compiled for a GPU that is not here, by Triton 3.6 too
-	@$(BIN)/pytest -n 2 --dist load -m "" tests/attention/triton/test_triton_compiled.py -k hopper
+	@$(BIN)/pytest --workers 2 -m "" tests/attention/triton/test_triton_compiled.py -k hopper
 
 triton-3.6: $(READY)
-	@test -d $(OTHER_TRITON)/triton || $(PIP) install --no-deps --target $(OTHER_TRITON) triton==3.6.0 || \
+	@test -d $(OTHER_TRITON)/triton || $(INSTALL) --no-deps --target $(OTHER_TRITON) triton==3.6.0 || \
 	  { rm -rf $(OTHER_TRITON); echo "Triton 3.6.0 could not be fetched, so nothing is compiled by it." >&2; }
 
 test-transformers: $(READY) ## Transformers' own generation tests with each strategy's cache (SOURCE=checkout MODELS="llama t5")
@@ -100,7 +101,7 @@ docs: $(DOCS) ## build the documentation into site/
 	@echo "site/index.html is ready."
 
 package: $(READY) ## build a wheel and an sdist into dist/, and check what an index would show
-	@$(PIP) install -c constraints.txt -e '.[package]'
+	@$(INSTALL) -c constraints.txt -e '.[package]'
 	@$(BIN)/python -m build --no-isolation
 	@$(BIN)/twine check --strict dist/*
 
@@ -123,17 +124,17 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	  echo "[1/3] Making $(VENV) with $$($(PYTHON) --version)."; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "[2/3] Installing torch, the large one: about a minute, more on a slow line."
-	@$(PIP) install -c constraints.txt torch
+	@$(INSTALL) -c constraints.txt torch
 	@echo "[3/3] Installing Quire, transformers and the tools: about a minute."
-	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(FLEET): $(READY)
 	@echo "Installing Ray: half a minute."
-	@$(PIP) install -c constraints.txt -e '.[fleet]'
+	@$(INSTALL) -c constraints.txt -e '.[fleet]'
 	@touch $@
 
 $(DOCS): $(READY)
 	@echo "Installing mkdocs: a few seconds."
-	@$(PIP) install -c constraints.txt -e '.[docs]'
+	@$(INSTALL) -c constraints.txt -e '.[docs]'
 	@touch $@

@@ -120,7 +120,7 @@ ONLY_IN = {
 # Importing these must not import torch: a planner or a command line answers in milliseconds.
 TORCH_FREE = (
     *("errors", "units", "kept_files", "config", "spec", "memory", "kv"),
-    *("sampling_params", "engine.sequence", "engine.step_plan"),
+    *("sampling_params", "engine.prompts", "engine.sequence", "engine.step_plan"),
     *("engine.statistics", "engine.scheduling", "engine.scheduler", "engine.kv_sizing"),
     *("engine.interfaces", "engine.core", "engine.kv_cache", "engine.offloading"),
     *("traces", "planner", "figures", "compare", "http", "bench", "cli", "chat"),

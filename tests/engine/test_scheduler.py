@@ -6,8 +6,6 @@ first, what is skipped has been computed, no sequence ends for lack of room with
 everything ends.
 """
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -384,14 +382,6 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_refused() -> None:
         scheduler.add(request(0, MAX_MODEL_LEN, 1))
     assert not scheduler.has_unfinished
     scheduler.add(request(1, MAX_MODEL_LEN - 1, 1))
-
-
-def test_scheduling_imports_no_torch() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
-        "import quire.engine.scheduler, quire.engine.sequence, quire.engine.prompts, quire.config\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_newcomer_waits_until_its_whole_prompt_fits() -> None:

@@ -1,7 +1,5 @@
 """BlockPool against an obvious dictionary, and its granules against the blocks in use."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -312,8 +310,3 @@ def test_a_pool_of_empty_granules_becomes_what_was_foretold(granule: int) -> Non
         pool.take(count)
         assert pool.num_held_granules == after
         pool.check()
-
-
-def test_importing_the_room_loads_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import quire.kv"
-    subprocess.run([sys.executable, "-c", code], check=True)
