@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kv.counted_hits import EndedHits, LruHits, runs_of
+from quire.kv.counted_hits import EndedHits, LruHits, Run, runs_of
 from quire.kv.evidence import Evidence
 from quire.kv.order_trials import Order, OrderTrials
 from quire.kv.shadow_caches import NEVER, NewcomersFirst
@@ -143,10 +143,15 @@ def test_a_count_outlives_the_clock_being_set_back() -> None:
 # -- what a trial may cost -------------------------------------------------------------------------
 
 
+def blocks(count: int, last_use: int = NEVER, *, had_ended: bool = False) -> list[Run]:
+    """Return blocks that were used together, for trials whose tick is 1."""
+    return [(last_use, had_ended, count)]
+
+
 def use(trials: OrderTrials, number: int, *, finds: int) -> Order:
     """Use ten blocks that were used 100 uses ago, which LRU finds, and say how many were found."""
     now = 10 * number
-    before = np.full(10, now - 1000 if number > 100 else NEVER)
+    before = blocks(10, now - 1000 if number > 100 else NEVER)
     prints = [10 * (number % 100) + at for at in range(10) if number % 10 < 5]
     return trials.watch(prints, before, finds if number > 100 else 0, now)
 
@@ -176,8 +181,8 @@ def test_a_lost_trial_is_followed_by_another_one(has_long_prompt: bool) -> None:
     for number in range(4000):
         trials._won = [0.0, 1e6, 0.0]
         if number == 200 and has_long_prompt:  # LRU finds all of it
-            trials.watch([], np.full(500, NEVER), 0, 1991)
-            trials.watch([], np.full(500, 1991), 0, 1992)
+            trials.watch([], blocks(500), 0, 1991)
+            trials.watch([], blocks(500, 1991), 0, 1992)
         finds = 10 if number < 200 else 2
         if lost_at:
             finds = 10 if number < lost_at + 200 else 9  # its blocks are there again by then
@@ -197,15 +202,15 @@ class Told:
 
     def ask(self, *, ends: bool) -> None:
         self.now += 10
-        self.trials.watch([], np.full(10, NEVER), 0, self.now)
+        self.trials.watch([], blocks(10), 0, self.now)
         if ends:
             self.trials.end(10)
 
     def again(self, ago: int, *, had_ended: bool, finds: int = 10) -> Order:
         """Use ten blocks that were used ``ago`` prompts ago."""
         self.now += 10
-        before = np.full(10, self.now - 10 * ago)
-        return self.trials.watch([], before, finds, self.now, np.full(10, had_ended))
+        before = blocks(10, self.now - 10 * ago, had_ended=had_ended)
+        return self.trials.watch([], before, finds, self.now)
 
 
 @pytest.mark.parametrize("come_again", [False, True])
