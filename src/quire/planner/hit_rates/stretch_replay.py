@@ -12,6 +12,7 @@ what is found with what the engine's accounting finds.
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from heapq import heappop, heappush
 from operator import xor
 from typing import Any, TypeAlias, final
@@ -102,6 +103,18 @@ class StretchReplay:
         at = np.searchsorted(found, [ends - self.lengths, ends]).tolist()
         return [prints[begin:end][::-1] for begin, end in zip(*at, strict=True)]
 
+    @cached_property
+    def may_be_taken_for_others(self) -> bytes:
+        """Tell of each stretch whether ghosts may take a block of it for another one."""
+        _, slots, tags = Ghosts(1).keys(self._prints)  # the fewest slots: others tell more apart
+        keys = slots << np.uint32(16) | tags >> np.uint32(16)
+        ordered = np.sort(keys)
+        alike = np.isin(keys, ordered[1:][ordered[1:] == ordered[:-1]])
+        before = np.concatenate([[0], np.cumsum(alike)])
+        ends = np.array(self.ends)
+        found: npt.NDArray[np.bool_] = before[ends] > before[ends - self.lengths]
+        return found.tobytes()
+
     def ghosts(self, num_blocks: int) -> "_PlacedGhosts":
         """Make what remembers evicted blocks of a cache."""
         return _PlacedGhosts(Ghosts(num_blocks), self._prints)
@@ -182,6 +195,8 @@ class _Cache:
         self._heap: list[tuple[int, int, int, _Pieces]] = []
         self._serial = self._num_misses = 0
         self._ghosts = replay.ghosts(num_blocks)
+        # Whether ghosts may know a stretch: some of it was evicted, or it is taken for another.
+        self._may_be_known = bytearray(replay.may_be_taken_for_others)
         self._trials: OrderTrials | None = None
         if with_trials:
             tick, gap = self._ghosts.tick, self._ghosts.one_in
@@ -199,7 +214,7 @@ class _Cache:
     def evict(self, count: int) -> int:
         """Evict so many blocks. Returns: how many there were."""
         heap, last, cached, left = self._heap, self._last, self.cached, count
-        ends, remember = self._ends, self._ghosts.remember
+        ends, remember, may_be_known = self._ends, self._ghosts.remember, self._may_be_known
         while left and heap:
             _, _, used, pieces = heap[0]
             while pieces and left:
@@ -217,6 +232,7 @@ class _Cache:
                 else:
                     pieces[-1] = stretch, begin, first
                 remember(ends[stretch] - end, ends[stretch] - first, used)
+                may_be_known[stretch] = True
             if not pieces:
                 heappop(heap)
         return count - left
@@ -261,11 +277,11 @@ class _Cache:
         lengths, cached, ends = self._lengths, self.cached, self._ends
         times, upto = list[int](), list[int]()
         latest, behind, begin = NEVER, 0, 0  # blocks before, and those of them with other times
-        recall = self._ghosts.recall
+        recall, may_be_known = self._ghosts.recall, self._may_be_known
         for stretch in path[:num_fresh]:
             # Of the last of these stretches, the first blocks may be there.
             first, end = ends[stretch] - lengths[stretch], ends[stretch] - cached[stretch]
-            for place, time in recall(first, end, now):
+            for place, time in recall(first, end, now) if may_be_known[stretch] else ():
                 if time > latest:
                     at = behind + place - first
                     if at > begin:
