@@ -173,6 +173,18 @@ def test_an_order_that_finds_less_than_lru_loses_its_seat_before_much_is_lost() 
     )
 
 
+@pytest.mark.parametrize("length", [10, 200])
+def test_a_shadow_that_finds_long_prompts_must_promise_more(length: int) -> None:
+    """Four prompts of 200 blocks are 50 of a sample of one in 16."""
+    seats = list[Order]()
+    for promised in (120.0, 140.0, 160.0):
+        trials = OrderTrials(2048, tick=1, gap=1)
+        trials._mean_length, trials._won = float(length), [100.0, promised, 0.0]
+        seats.append(trials.watch([], blocks(length), 0, length))
+    first = seats.index(Order.LAST_BUT_ONE)
+    assert first == (1 if length == 10 else 2)
+
+
 @pytest.mark.parametrize("has_long_prompt", [False, True])
 def test_a_lost_trial_is_followed_by_another_one(has_long_prompt: bool) -> None:
     """Also after a long prompt, and where LRU finds a little less than the count of it says."""
@@ -251,7 +263,7 @@ def test_an_order_that_heeds_clients_earns_its_stake_before_a_trial() -> None:
         if seat is not Order.LAST:
             break
     assert seat is Order.ENDED_FIRST
-    assert 39 <= told.trials._ahead[seat] <= 60, "some four prompts of ten blocks"
+    assert 79 <= told.trials._ahead[seat] <= 100, "some eight prompts of ten blocks"
 
 
 def test_a_trial_that_was_lost_is_paid_from_what_was_counted() -> None:

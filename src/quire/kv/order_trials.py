@@ -10,9 +10,9 @@ trial, and what is lost on the way back to LRU's own blocks, which is paid out t
 
 Shadow caches (``shadow_caches``) promise for orders that look at past uses alone. They are a
 sample, and may be wrong for good. The two orders that heed clients are counted like LRU, so they
-earn their stake before a trial: the better one begins once it would have found more by as much as
-the trial may owe, and what it would have found besides pays for lost trials. Before that, clients
-are believed while what they say comes true.
+earn their stake before a trial: the better one begins once it would have found more by twice as
+much as the trial may owe. What it would have found besides pays for lost trials. Before that,
+clients are believed while what they say comes true.
 
 Pools of the same traffic tell each other what they found (``evidence``). Their shadows are a larger
 sample than one's own, and what their trials have earned stands good for this one's: by so much more
@@ -61,8 +61,12 @@ _TRIED: Final = (  # by order
     (Order.ENDED_EARLIER, 1.02, 1 / 256),
     (Order.ENDED_FIRST, 1.02, 1 / 256),
 )
-# How many hits of a shadow an order must promise besides, and LRU to have the seat again.
+# How many hits of a shadow an order must promise besides, and LRU to have the seat again. A shadow
+# finds long prompts in clumps, so an order must promise what its trial may owe, if that is more.
 _HEAD_START, _LEAD = 24.0, 8.0
+# How often an order that heeds clients must be ahead by what its trial may owe: the last prompt and
+# the way back are lost besides.
+_EARNED = 2.0
 # How many times as often the rest must be used again as what clients say has ended. Then they are
 # believed at once: where a pool is large, it is full long before a count shows what that brings.
 _ODDS: Final = MappingProxyType({Order.ENDED_FIRST: 8.0, Order.ENDED_EARLIER: 2.0})
@@ -217,15 +221,16 @@ class OrderTrials:
         for order, margin, _ in _TRIED[: len(won) - 1]:
             if order is seat:
                 continue
-            wanted, paid = margin * won[seat] + _HEAD_START, self._accounts[order]
+            lead, paid = self._lead(order), self._accounts[order]
+            wanted = margin * won[seat] + max(_HEAD_START, lead / self._one_in)
             if order not in self._ahead:
                 paid += self._backing[order]
             else:
                 if order is not better:
                     continue
-                paid += max(0.0, self._ahead[order] - self._lead(order))
+                paid += max(0.0, self._ahead[order] - lead)
                 if seat is Order.LAST or seat in self._ahead:
-                    wanted = won[seat] + self._lead(order) / self._one_in
+                    wanted = won[seat] + _EARNED * lead / self._one_in
             if paid >= 0 and (won[order] >= wanted or self._others_propose(order, seat, margin)):
                 seat = order
         if (
