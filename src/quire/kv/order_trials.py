@@ -64,8 +64,8 @@ _TRIED: Final = (  # by order
 # How many hits of a shadow an order must promise besides, and LRU to have the seat again. A shadow
 # finds long prompts in clumps, so an order must promise what its trial may owe, if that is more.
 _HEAD_START, _LEAD = 24.0, 8.0
-# How often an order that heeds clients must be ahead by what its trial may owe: the last prompt and
-# the way back are lost besides.
+# How often an order that heeds clients must be ahead of LRU by what its trial may owe: the last
+# prompt and the way back are lost besides. From one such order to the other there is no way back.
 _EARNED = 2.0
 # How many times as often the rest must be used again as what clients say has ended. Then they are
 # believed at once: where a pool is large, it is full long before a count shows what that brings.
@@ -229,8 +229,10 @@ class OrderTrials:
                 if order is not better:
                     continue
                 paid += max(0.0, self._ahead[order] - lead)
-                if seat is Order.LAST or seat in self._ahead:
+                if seat is Order.LAST:
                     wanted = won[seat] + _EARNED * lead / self._one_in
+                elif seat in self._ahead:
+                    wanted = won[seat] + lead / self._one_in
             if paid >= 0 and (won[order] >= wanted or self._others_propose(order, seat, margin)):
                 seat = order
         if (
