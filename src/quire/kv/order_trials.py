@@ -64,12 +64,13 @@ _TRIED: Final = (  # by order
 # How many hits of a shadow an order must promise besides, and LRU to have the seat again. A shadow
 # finds long prompts in clumps, so an order must promise what its trial may owe, if that is more.
 _HEAD_START, _LEAD = 24.0, 8.0
-# How often an order that heeds clients must be ahead of LRU by what its trial may owe: the last
-# prompt and the way back are lost besides. From one such order to the other there is no way back.
-_EARNED = 2.0
+# How often an order that heeds clients must be ahead of LRU by what its trial may owe, unless what
+# they said came true somewhat: the last prompt and the way back are lost besides.
+_EARNED = 2
 # How many times as often the rest must be used again as what clients say has ended. Then they are
 # believed at once: where a pool is large, it is full long before a count shows what that brings.
 _ODDS: Final = MappingProxyType({Order.ENDED_FIRST: 8.0, Order.ENDED_EARLIER: 2.0})
+_TELLING = 1.25  # … from which on they tell something
 
 
 class OrderTrials:
@@ -230,7 +231,8 @@ class OrderTrials:
                     continue
                 paid += max(0.0, self._ahead[order] - lead)
                 if seat is Order.LAST:
-                    wanted = won[seat] + _EARNED * lead / self._one_in
+                    earned = 1 if self._outcomes.bear_out(self._mean_length) else _EARNED
+                    wanted = won[seat] + earned * lead / self._one_in
                 elif seat in self._ahead:
                     wanted = won[seat] + lead / self._one_in
             if paid >= 0 and (won[order] >= wanted or self._others_propose(order, seat, margin)):
@@ -311,11 +313,18 @@ class _Outcomes:
 
     def believed(self, one_more: float) -> Order | None:
         """Return the order that clients have earned, were so many blocks of ended used again."""
-        if self._ended <= 0 or self._rest <= 0:
-            return None
-        of_rest = self._rest_again / self._rest
-        of_ended = (self._ended_again + one_more) / self._ended
         for order, odds in _ODDS.items():
-            if of_rest >= odds * of_ended:
+            if self._are(odds, one_more):
                 return order
         return None
+
+    def bear_out(self, one_more: float) -> bool:
+        """Return whether what clients say tells something of what is used again."""
+        return self._are(_TELLING, one_more)
+
+    def _are(self, odds: float, one_more: float) -> bool:
+        """Return whether the rest is used again so many times as often as what has ended."""
+        if self._ended <= 0 or self._rest <= 0:
+            return False
+        of_rest = self._rest_again / self._rest
+        return of_rest >= odds * (self._ended_again + one_more) / self._ended
