@@ -10,9 +10,10 @@ trial, and what is lost on the way back to LRU's own blocks, which is paid out t
 
 Shadow caches (``shadow_caches``) promise for orders that look at past uses alone. They are a
 sample, and may be wrong for good. The two orders that heed clients are counted like LRU, so they
-earn their stake before a trial: the better one begins once it would have found more by twice as
-much as the trial may owe. What it would have found besides pays for lost trials. Before that,
-clients are believed while what they say comes true.
+earn their stake before a trial: the better one begins once it would have found more by as much as
+the trial may owe, or twice as much where what clients say tells next to nothing. What it would have
+found besides pays for lost trials. Before that, clients are believed while what they say comes
+true.
 
 Pools of the same traffic tell each other what they found (``evidence``). Their shadows are a larger
 sample than one's own, and what their trials have earned stands good for this one's: by so much more
