@@ -38,6 +38,8 @@ from quire.planner.hit_rates.stack_distances import lru_hits
 from quire.traces import TraceRequest, open_trace
 
 KV_TESTER = "kv-cache-tester.tar.zst"
+TRACES = {"Mooncake": MOONCAKE, "kv-cache-tester": KV_TESTER}
+DRAWN_ONLY = "drawn"
 TracesFolder = Annotated[
     Path | None,
     typer.Option(help=f"Folder that has {MOONCAKE} and, if wanted, {KV_TESTER}. Needed."),
@@ -68,9 +70,16 @@ class Found:
         return self.blocks * BLOCK_TOKENS / MILLION
 
 
-def found_traces(folder: Path, notes: list[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the name and the file of each trace in a folder, and note those that are not there."""
-    for name, file in (("Mooncake", MOONCAKE), ("kv-cache-tester", KV_TESTER)):
+def found_traces(
+    folder: Path, notes: list[str], only: str | None = None
+) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the file of each trace in a folder, and note those that are not there.
+
+    ``only``: the one that is asked for; None: all.
+    """
+    for name, file in TRACES.items():
+        if only not in (None, name):
+            continue
         if (path := folder / file).exists():
             yield name, path
         else:
@@ -175,9 +184,11 @@ def worth(
         )
 
 
-def worths_of(name: str, requests: Sequence[TraceRequest], seed: int) -> Iterator[Worth]:
+def worths_of(
+    name: str, requests: Sequence[TraceRequest], millions: Sequence[float], seed: int
+) -> Iterator[Worth]:
     """Yield what hints bring in a trace, and in the second half of it by itself."""
-    sizes = {f"{each} M tokens": each * MILLION // BLOCK_TOKENS for each in WORTH_TOKENS}
+    sizes = {f"{each:g} M tokens": int(each * MILLION) // BLOCK_TOKENS for each in millions}
     halves = {name: requests, f"{name}, second half": requests[len(requests) // 2 :]}
     for traffic, part in halves.items():
         prompts = prompts_of(part, block_tokens=BLOCK_TOKENS, whole_blocks=True)
@@ -282,9 +293,10 @@ def claims(
         )
     for is_held_out in (False, True):
         part = [each for each in worths if each.is_held_out is is_held_out]
-        least = min(
-            (each for each in part if not math.isnan(each.share)), key=lambda each: each.share
-        )
+        if not part:
+            continue
+        worthy = [each for each in part if not math.isnan(each.share)]
+        least = min(worthy or part, key=lambda each: each.share)
         yield _claim(
             f"right hints{' on traffic held out' * is_held_out}, the least share of their worth: "
             f"{least.traffic}, {least.size}",
@@ -342,6 +354,15 @@ def main(
     hints_only: Annotated[
         bool, typer.Option(help="Only what hints bring, also on traffic that is held out.")
     ] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Only what hints bring, and only there: {', '.join(TRACES)}, or {DRAWN_ONLY}."
+        ),
+    ] = None,
+    sizes: Annotated[
+        str, typer.Option(help="Of caches, in millions of tokens, where hints are judged.")
+    ] = ",".join(map(str, WORTH_TOKENS)),
     with_claims: WithClaims = False,
     output: Output = None,
 ) -> None:
@@ -349,17 +370,28 @@ def main(
     if traces is None:
         skip_without_traces(with_claims, output)
         return
+    if only not in (None, DRAWN_ONLY, *TRACES):
+        known = ", ".join((*TRACES, DRAWN_ONLY))
+        raise typer.BadParameter(f"--only {only!r} is unknown; known: {known}")
+    try:
+        millions = [float(each) for each in sizes.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--sizes {sizes!r}: numbers with commas are wanted") from None
+    hints_only = hints_only or only is not None
+    asked = f" --only {only}" if only else " --hints-only" * hints_only
+    asked += f" --sizes {sizes}" * (millions != list(WORTH_TOKENS))
     run = Run("accounting.bench_orders", width=150)
     every, notes, worths = dict[str, list[Found]](), list[str](), list[Worth]()
-    for name, path in found_traces(traces, notes):
+    for name, path in found_traces(traces, notes, only):
         requests = list(open_trace(path, seed=seed))
-        for each in worths_of(name, requests, seed):
+        for each in worths_of(name, requests, millions, seed):
             run.aside.print(each, markup=False)
             worths.append(each)
         if not hints_only:
             prompts = prompts_of(requests, block_tokens=BLOCK_TOKENS, whole_blocks=True)
             every[name] = measure(name, prompts, seed, run)
-    worths += worths_of_drawn()
+    if only in (None, DRAWN_ONLY):
+        worths += worths_of_drawn()
     of_loop, of_made_up = loop(), [] if hints_only else [*made_up(seed)]
     run.end(
         [
@@ -368,7 +400,7 @@ def main(
             *([] if hints_only else [table_of_made_up(of_made_up)]),
             table("A circle", [of_loop]),
         ],
-        run.setting(f" --traces … --seed {seed}" + " --hints-only" * hints_only),
+        run.setting(f" --traces … --seed {seed}" + asked),
         notes=notes,
         claims=claims(every, of_made_up, of_loop, worths) if with_claims else (),
         output=output,

@@ -31,7 +31,7 @@ from quire.kv import (
     Score,
     ScoredPolicy,
 )
-from quire.kv.counted_hits import Bools, LastUses
+from quire.kv.counted_hits import Run
 from quire.kv.eviction import Priority, Recency, Times
 from quire.kv.eviction_queue import Ids
 from quire.kv.order_trials import Order, OrderTrials
@@ -353,16 +353,10 @@ def test_what_had_ended_is_known_when_it_comes_again(monkeypatch: pytest.MonkeyP
     watch = OrderTrials.watch
 
     def noting(
-        self: OrderTrials,
-        prints: list[int],
-        last_uses: LastUses,
-        num_hits: int,
-        now: int,
-        have_ended: Bools | None = None,
+        self: OrderTrials, prints: list[int], runs: list[Run], num_hits: int, now: int
     ) -> Order:
-        assert have_ended is not None or not said
-        said.append([] if have_ended is None else have_ended.tolist())
-        return watch(self, prints, last_uses, num_hits, now, have_ended)
+        said.append([had_ended for _, had_ended, count in runs for _ in range(count)])
+        return watch(self, prints, runs, num_hits, now)
 
     monkeypatch.setattr(OrderTrials, "watch", noting)
     let_go(policy, 1, 15)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kv.counted_hits import EndedHits, LruHits, runs_of
+from quire.kv import order_trials
+from quire.kv.counted_hits import EndedHits, LruHits, Run, runs_of
 from quire.kv.evidence import Evidence
 from quire.kv.order_trials import Order, OrderTrials
 from quire.kv.shadow_caches import NEVER, NewcomersFirst
@@ -143,10 +144,15 @@ def test_a_count_outlives_the_clock_being_set_back() -> None:
 # -- what a trial may cost -------------------------------------------------------------------------
 
 
+def blocks(count: int, last_use: int = NEVER, *, had_ended: bool = False) -> list[Run]:
+    """Return blocks that were used together, for trials whose tick is 1."""
+    return [(last_use, had_ended, count)]
+
+
 def use(trials: OrderTrials, number: int, *, finds: int) -> Order:
     """Use ten blocks that were used 100 uses ago, which LRU finds, and say how many were found."""
     now = 10 * number
-    before = np.full(10, now - 1000 if number > 100 else NEVER)
+    before = blocks(10, now - 1000 if number > 100 else NEVER)
     prints = [10 * (number % 100) + at for at in range(10) if number % 10 < 5]
     return trials.watch(prints, before, finds if number > 100 else 0, now)
 
@@ -168,6 +174,18 @@ def test_an_order_that_finds_less_than_lru_loses_its_seat_before_much_is_lost() 
     )
 
 
+@pytest.mark.parametrize("length", [10, 200])
+def test_a_shadow_that_finds_long_prompts_must_promise_more(length: int) -> None:
+    """Four prompts of 200 blocks are 50 of a sample of one in 16."""
+    seats = list[Order]()
+    for promised in (120.0, 140.0, 160.0):
+        trials = OrderTrials(2048, tick=1, gap=1)
+        trials._mean_length, trials._won = float(length), [100.0, promised, 0.0]
+        seats.append(trials.watch([], blocks(length), 0, length))
+    first = seats.index(Order.LAST_BUT_ONE)
+    assert first == (1 if length == 10 else 2)
+
+
 @pytest.mark.parametrize("has_long_prompt", [False, True])
 def test_a_lost_trial_is_followed_by_another_one(has_long_prompt: bool) -> None:
     """Also after a long prompt, and where LRU finds a little less than the count of it says."""
@@ -176,8 +194,8 @@ def test_a_lost_trial_is_followed_by_another_one(has_long_prompt: bool) -> None:
     for number in range(4000):
         trials._won = [0.0, 1e6, 0.0]
         if number == 200 and has_long_prompt:  # LRU finds all of it
-            trials.watch([], np.full(500, NEVER), 0, 1991)
-            trials.watch([], np.full(500, 1991), 0, 1992)
+            trials.watch([], blocks(500), 0, 1991)
+            trials.watch([], blocks(500, 1991), 0, 1992)
         finds = 10 if number < 200 else 2
         if lost_at:
             finds = 10 if number < lost_at + 200 else 9  # its blocks are there again by then
@@ -197,15 +215,15 @@ class Told:
 
     def ask(self, *, ends: bool) -> None:
         self.now += 10
-        self.trials.watch([], np.full(10, NEVER), 0, self.now)
+        self.trials.watch([], blocks(10), 0, self.now)
         if ends:
             self.trials.end(10)
 
     def again(self, ago: int, *, had_ended: bool, finds: int = 10) -> Order:
         """Use ten blocks that were used ``ago`` prompts ago."""
         self.now += 10
-        before = np.full(10, self.now - 10 * ago)
-        return self.trials.watch([], before, finds, self.now, np.full(10, had_ended))
+        before = blocks(10, self.now - 10 * ago, had_ended=had_ended)
+        return self.trials.watch([], before, finds, self.now)
 
 
 @pytest.mark.parametrize("come_again", [False, True])
@@ -229,8 +247,15 @@ def test_clients_are_believed_at_once_while_what_they_say_comes_true(come_again:
         assert seats[-1] is Order.LAST
 
 
-def test_an_order_that_heeds_clients_earns_its_stake_before_a_trial() -> None:
-    """LRU holds 50 rounds, and 100 without the prompts that have ended; what goes on needs 80."""
+@pytest.mark.parametrize(("tells", "least"), [(False, 79), (True, 39)])
+def test_an_order_that_heeds_clients_earns_its_stake_before_a_trial(
+    tells: bool, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LRU holds 50 rounds, and 100 without the prompts that have ended; what goes on needs 80.
+
+    Twice its stake where what clients say tells nothing of what is used again.
+    """
+    monkeypatch.setattr(order_trials, "_TELLING", 0.0 if tells else order_trials._TELLING)
     told, asked_at = Told(), list[int]()
     for number in range(200):
         told.ask(ends=True)
@@ -246,7 +271,7 @@ def test_an_order_that_heeds_clients_earns_its_stake_before_a_trial() -> None:
         if seat is not Order.LAST:
             break
     assert seat is Order.ENDED_FIRST
-    assert 39 <= told.trials._ahead[seat] <= 60, "some four prompts of ten blocks"
+    assert least <= told.trials._ahead[seat] <= least + 21, "some four or eight prompts of ten"
 
 
 def test_a_trial_that_was_lost_is_paid_from_what_was_counted() -> None:

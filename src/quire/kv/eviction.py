@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv.counted_hits import Bools
+from quire.kv.counted_hits import Bools, runs_of
 from quire.kv.eviction_queue import NO_IDS, EvictionQueue, Ids
 from quire.kv.evidence import Evidence
 from quire.kv.order_trials import Order, OrderTrials
@@ -304,8 +304,8 @@ class Recency:
         self._before[blocks] = last
         if self._trials is not None:
             sampled = self._trials.sampled(prints)
-            num_hits = len(blocks) - len(fresh)
-            order = self._trials.watch(sampled, last, num_hits, now, had_ended)
+            runs = runs_of(last, had_ended, self._ghosts.tick)
+            order = self._trials.watch(sampled, runs, len(blocks) - len(fresh), now)
             if order is not self._order:
                 self._order = order
                 self._reorder()

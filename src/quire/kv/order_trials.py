@@ -11,8 +11,9 @@ trial, and what is lost on the way back to LRU's own blocks, which is paid out t
 Shadow caches (``shadow_caches``) promise for orders that look at past uses alone. They are a
 sample, and may be wrong for good. The two orders that heed clients are counted like LRU, so they
 earn their stake before a trial: the better one begins once it would have found more by as much as
-the trial may owe, and what it would have found besides pays for lost trials. Before that, clients
-are believed while what they say comes true.
+the trial may owe, or twice as much where what clients say tells next to nothing. What it would have
+found besides pays for lost trials. Before that, clients are believed while what they say comes
+true.
 
 Pools of the same traffic tell each other what they found (``evidence``). Their shadows are a larger
 sample than one's own, and what their trials have earned stands good for this one's: by so much more
@@ -27,7 +28,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv.counted_hits import Bools, EndedHits, LastUses, LruHits, runs_of
+from quire.kv.counted_hits import EndedHits, LruHits, Run
 from quire.kv.evidence import Evidence
 from quire.kv.policy_duel import HALF_LIFE, sample_of
 from quire.kv.shadow_caches import NEVER, ByLast, ByLastButOne, NewcomersFirst, ShadowCache
@@ -36,9 +37,6 @@ from quire.kv.shadow_caches import NEVER, ByLast, ByLastButOne, NewcomersFirst, 
 # which are found whole or not at all, and at least so much of the pool's blocks. An order that lost
 # its seat and promises more again when its debt is paid may owe twice as many prompts.
 _PROMPTS, _MOST_PROMPTS, _STAKE = 4, 16, 1 / 128
-# Of LRU's hits, paid into each account: what its trials may lose in the long run. Where most of
-# what clients say is wrong, it is lost for good.
-_SHARE, _SHARE_OF_HINTED = 1 / 128, 1 / 256
 _MOST = 1 / 4  # of the pool's blocks: what an account can hold
 _LATELY = 1 / 64  # the weight of the last prompt in the mean of their lengths
 
@@ -55,20 +53,25 @@ class Order(IntEnum):
     ENDED_FIRST = 4  # what has ended, then the rest, both by the last use
 
 
-# By which factor an order must promise more than the one that has the seat, and how many hits of a
-# shadow besides. Where prompts come round and round, LRU finds next to nothing.
-_MARGINS: Final = MappingProxyType(
-    {
-        Order.LAST_BUT_ONE: 1.02,
-        Order.NEWCOMERS: 1.5,
-        Order.ENDED_EARLIER: 1.02,
-        Order.ENDED_FIRST: 1.02,
-    }
+# By which factor an order must promise more than the one that has the seat: where prompts come
+# round and round, LRU finds next to nothing. And of LRU's hits, what is paid into its account: what
+# its trials may lose in the long run. Where most of what clients say is wrong, it is lost for good.
+_TRIED: Final = (  # by order
+    (Order.LAST_BUT_ONE, 1.02, 1 / 128),
+    (Order.NEWCOMERS, 1.5, 1 / 128),
+    (Order.ENDED_EARLIER, 1.02, 1 / 256),
+    (Order.ENDED_FIRST, 1.02, 1 / 256),
 )
-_HEAD_START, _LEAD = 24.0, 8.0  # … of an order on trial, and of LRU to have the seat again
+# How many hits of a shadow an order must promise besides, and LRU to have the seat again. A shadow
+# finds long prompts in clumps, so an order must promise what its trial may owe, if that is more.
+_HEAD_START, _LEAD = 24.0, 8.0
+# How often an order that heeds clients must be ahead of LRU by what its trial may owe, unless what
+# they said came true somewhat: the last prompt and the way back are lost besides.
+_EARNED = 2
 # How many times as often the rest must be used again as what clients say has ended. Then they are
 # believed at once: where a pool is large, it is full long before a count shows what that brings.
 _ODDS: Final = MappingProxyType({Order.ENDED_FIRST: 8.0, Order.ENDED_EARLIER: 2.0})
+_TELLING = 1.25  # … from which on they tell something
 
 
 class OrderTrials:
@@ -95,6 +98,7 @@ class OrderTrials:
         self._now = 0
         self._gap = gap
         self._num_blocks = num_blocks
+        self._most = num_blocks * _MOST
         self._mean_length = 0.0  # of the prompts, in blocks
         self._accounts = [0.0] * len(Order)  # LRU's own means nothing
         self._prompts = [_PROMPTS] * len(Order)  # which each may owe
@@ -113,31 +117,25 @@ class OrderTrials:
         listed: list[int] = found[::-1].tolist()
         return listed
 
-    def watch(
-        self,
-        prints: list[int],
-        last_uses: LastUses,
-        num_hits: int,
-        now: int,
-        have_ended: Bools | None = None,
-    ) -> Order:
+    def watch(self, prints: list[int], runs: list[Run], num_hits: int, now: int) -> Order:
         """Note that a sequence has used blocks. Returns: the order that has the seat from now on.
 
-        ``prints``: the sampled fingerprints, shallowest first. ``last_uses``: of all the blocks
-        before this one, deepest first, rising; ``num_hits`` of them were found in the pool.
-        ``have_ended``: which of them belonged to a conversation that was said to have ended.
+        ``prints``: the sampled fingerprints, shallowest first. ``runs``: of all the blocks, deepest
+        first, by their last uses before this one; ``num_hits`` of them were found in the pool.
         """
-        found = self._count(last_uses, have_ended, now)
-        if num_hits < found < len(last_uses):  # the deepest that LRU had may not be remembered
-            found = min(found + self._gap, len(last_uses))
-        self._mean_length += (len(last_uses) - self._mean_length) * _LATELY
+        length = sum([count for _, _, count in runs])
+        found = self._count(runs, length, now)
+        if num_hits < found < length:  # the deepest that LRU had may not be remembered
+            found = min(found + self._gap, length)
+        self._mean_length += (length - self._mean_length) * _LATELY
         accounts = self._accounts
         # Later LRU's count says nothing of the trial, and it is a little too high.
         if self.seat is not Order.LAST or now < self._back_at:
             accounts[self._tried] += num_hits - found
-        for order in _MARGINS:
-            share = _SHARE_OF_HINTED if order >= Order.ENDED_EARLIER else _SHARE
-            accounts[order] = min(accounts[order] + found * share, self._num_blocks * _MOST)
+        most = self._most
+        for order, _, share in _TRIED:
+            paid = accounts[order] + found * share
+            accounts[order] = paid if paid < most else most
         if prints and len(prints) <= self._size:
             decay = 0.5 ** (len(prints) / (HALF_LIFE * self._size))
             hits = [shadow.request(prints) for shadow in self._shadows]
@@ -186,7 +184,7 @@ class OrderTrials:
         )
         most = self._size * HALF_LIFE / math.log(2)  # that a shadow can have found lately
         self._num_others = num
-        self._backing = _by_order(accounts, self._num_blocks * _MOST)
+        self._backing = _by_order(accounts, self._most)
         self._others_won = [num * each for each in _by_order(promises, most)]
 
     def rewind(self, ticks: int) -> None:
@@ -197,16 +195,15 @@ class OrderTrials:
         self._now -= ticks
         self._back_at -= ticks
 
-    def _count(self, last_uses: LastUses, have_ended: Bools | None, now: int) -> int:
+    def _count(self, runs: list[Run], length: int, now: int) -> int:
         """Count what LRU would have found, and how far those that heed clients are ahead of it."""
         self._now = now
-        runs = runs_of(last_uses, have_ended, self.lru.tick)
         found = self.lru.use(runs, now)
         if self._of_ended:
-            decay = 0.5 ** (len(last_uses) / (HALF_LIFE * self._num_blocks))
+            decay = 0.5 ** (length / (HALF_LIFE * self._num_blocks))
             self._outcomes.use(
-                len(last_uses),
-                again=int(np.count_nonzero(last_uses != NEVER)),
+                length,
+                again=sum(count for when, _, count in runs if when != NEVER),
                 had_ended=sum(count for _, has_ended, count in runs if has_ended),
                 decay=decay,
             )
@@ -215,25 +212,30 @@ class OrderTrials:
         return found
 
     def _best(self) -> Order:
-        won, seat = dict(zip(Order, self._won, strict=False)), self.seat
-        for order, ahead in self._ahead.items():  # on the scale of the sample
-            won[order] = won[Order.LAST] + ahead / self._one_in
-        believed = self._outcomes.believed(self._mean_length)
-        if seat is not Order.LAST and self._has_lost(seat, won, is_believed=believed is not None):
+        won, seat = self._won, self.seat  # by order; those that heed clients come last
+        believed = better = None
+        if self._ahead:  # on the scale of the sample
+            won = [*won, *[won[0] + ahead / self._one_in for ahead in self._ahead.values()]]
+            believed = self._outcomes.believed(self._mean_length)
+            better = max(reversed(self._ahead), key=self._ahead.__getitem__)
+        if seat is not Order.LAST and self._has_lost(seat, is_believed=believed is not None):
             seat = Order.LAST
-        better = max(reversed(self._ahead), key=self._ahead.__getitem__, default=None)
-        for order, margin in _MARGINS.items():
-            if order is seat or order not in won:
+        for order, margin, _ in _TRIED[: len(won) - 1]:
+            if order is seat:
                 continue
-            wanted, paid = margin * won[seat] + _HEAD_START, self._accounts[order]
+            lead, paid = self._lead(order), self._accounts[order]
+            wanted = margin * won[seat] + max(_HEAD_START, lead / self._one_in)
             if order not in self._ahead:
                 paid += self._backing[order]
             else:
                 if order is not better:
                     continue
-                paid += max(0.0, self._ahead[order] - self._lead(order))
-                if seat is Order.LAST or seat in self._ahead:
-                    wanted = won[seat] + self._lead(order) / self._one_in
+                paid += max(0.0, self._ahead[order] - lead)
+                if seat is Order.LAST:
+                    earned = 1 if self._outcomes.bear_out(self._mean_length) else _EARNED
+                    wanted = won[seat] + earned * lead / self._one_in
+                elif seat in self._ahead:
+                    wanted = won[seat] + lead / self._one_in
             if paid >= 0 and (won[order] >= wanted or self._others_propose(order, seat, margin)):
                 seat = order
         if (
@@ -246,7 +248,7 @@ class OrderTrials:
             seat = believed
         return seat
 
-    def _has_lost(self, seat: Order, won: dict[Order, float], *, is_believed: bool) -> bool:
+    def _has_lost(self, seat: Order, *, is_believed: bool) -> bool:
         """Tell whether the order on trial goes, and settle its account if it owes too much."""
         stake = max(self._num_blocks * _STAKE, self._lead(seat))
         if seat not in self._ahead:
@@ -259,7 +261,7 @@ class OrderTrials:
             self._accounts[seat] = -stake
             return True
         if seat not in self._ahead:
-            return won[Order.LAST] > won[seat] + _LEAD and not self._others_keep(seat)
+            return self._won[Order.LAST] > self._won[seat] + _LEAD and not self._others_keep(seat)
         if is_believed:
             return self._ahead[seat] < -self._lead(seat)
         return self._ahead[seat] <= 0
@@ -312,11 +314,18 @@ class _Outcomes:
 
     def believed(self, one_more: float) -> Order | None:
         """Return the order that clients have earned, were so many blocks of ended used again."""
-        if self._ended <= 0 or self._rest <= 0:
-            return None
-        of_rest = self._rest_again / self._rest
-        of_ended = (self._ended_again + one_more) / self._ended
         for order, odds in _ODDS.items():
-            if of_rest >= odds * of_ended:
+            if self._are(odds, one_more):
                 return order
         return None
+
+    def bear_out(self, one_more: float) -> bool:
+        """Return whether what clients say tells something of what is used again."""
+        return self._are(_TELLING, one_more)
+
+    def _are(self, odds: float, one_more: float) -> bool:
+        """Return whether the rest is used again so many times as often as what has ended."""
+        if self._ended <= 0 or self._rest <= 0:
+            return False
+        of_rest = self._rest_again / self._rest
+        return of_rest >= odds * (self._ended_again + one_more) / self._ended

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError
 from quire.kv import EVICTION_POLICIES, CachedBlock, Extension, Fits, Score, ScoredPolicy
-from quire.kv.eviction import MakePolicy
+from quire.kv.eviction import MakePolicy, lru2
 from quire.planner.hit_rates import (
     OWN_POLICIES,
     Prompts,
@@ -189,6 +189,20 @@ def test_a_long_trace_is_found_the_same_without_the_core(monkeypatch: pytest.Mon
     )
     for policy in ("choice", "lru-2", "bip"):
         assert PolicyReplay(prompts).hits(60, policy) == core_hits(prompts, 60, policy) > 0
+
+
+def test_ghosts_take_some_blocks_for_others() -> None:
+    """Fingerprints that many blocks share: a stretch that never came before may be known."""
+    rng = np.random.default_rng(5)
+    beginnings = rng.integers(0, 40, 400) * 10
+    prompts = prompts_of(
+        request([n, n + 1, *range(1000 * at, 1000 * at + at % 4)])
+        for at, n in enumerate(beginnings.tolist(), 1)
+    )
+    replay = PolicyReplay(prompts)
+    replay._prints = rng.integers(1, 200, prompts.num_blocks).astype(np.uint32) << np.uint32(16)
+    found = replay._hits(60, lru2, lambda _: None, 0, ())  # block by block
+    assert replay.hits(60, "lru-2") == found != PolicyReplay(prompts).hits(60, "lru-2")
 
 
 def test_an_order_takes_the_seat_and_leaves_it_as_in_the_core() -> None:

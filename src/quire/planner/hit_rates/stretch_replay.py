@@ -10,16 +10,17 @@ what is found with what the engine's accounting finds.
 """
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from heapq import heappop, heappush
-from itertools import accumulate
 from operator import xor
 from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.kv.counted_hits import Run
 from quire.kv.eviction import Ghosts, Prints
 from quire.kv.order_trials import Order, OrderTrials
 from quire.kv.policy_duel import sample_of
@@ -29,7 +30,10 @@ from quire.planner.hit_rates.prefix_tree import TELL_EVERY, OnRequest, Prompts
 _Piece: TypeAlias = tuple[int, int, int]  # blocks of a stretch: which, from where, up to where
 _Pieces: TypeAlias = list[_Piece]
 _LOW = 0xFFFF  # of a ghost's slot: the time
-_NONE: tuple[int, ...] = ()
+# Times at which a prompt's blocks were used last, rising from the deepest block on, and how many
+# blocks there are up to each.
+_Uses: TypeAlias = tuple[list[int], list[int]]
+_NO_USES: _Uses = ([], [])
 
 
 @final
@@ -98,6 +102,18 @@ class StretchReplay:
         ends = np.array(self.ends)
         at = np.searchsorted(found, [ends - self.lengths, ends]).tolist()
         return [prints[begin:end][::-1] for begin, end in zip(*at, strict=True)]
+
+    @cached_property
+    def may_be_taken_for_others(self) -> bytes:
+        """Tell of each stretch whether ghosts may take a block of it for another one."""
+        _, slots, tags = Ghosts(1).keys(self._prints)  # the fewest slots: others tell more apart
+        keys = slots << np.uint32(16) | tags >> np.uint32(16)
+        ordered = np.sort(keys)
+        alike = np.isin(keys, ordered[1:][ordered[1:] == ordered[:-1]])
+        before = np.concatenate([[0], np.cumsum(alike)])
+        ends = np.array(self.ends)
+        found: npt.NDArray[np.bool_] = before[ends] > before[ends - self.lengths]
+        return found.tobytes()
 
     def ghosts(self, num_blocks: int) -> "_PlacedGhosts":
         """Make what remembers evicted blocks of a cache."""
@@ -168,9 +184,9 @@ class _Cache:
         self.cached = [0] * len(lengths)  # blocks of each stretch, from its first on
         self._last = [NEVER] * len(lengths)
         self._whole: _Pieces = [(stretch, 0, length) for stretch, length in enumerate(lengths)]
-        # The uses before the last: of each stretch those of its last prompt, from the deepest
-        # block on, and the place of its own first block among them.
-        self._before: list[Sequence[int]] = [_NONE] * len(lengths)
+        # The uses before the last: of each stretch those of its last prompt, and the place of its
+        # own first block among that prompt's, from the deepest block on.
+        self._before = [_NO_USES] * len(lengths)
         self._first_at = [0] * len(lengths)
         self._new_from = [0] * len(lengths)  # the first block that was not hit yet
         self._order = order
@@ -179,6 +195,8 @@ class _Cache:
         self._heap: list[tuple[int, int, int, _Pieces]] = []
         self._serial = self._num_misses = 0
         self._ghosts = replay.ghosts(num_blocks)
+        # Whether ghosts may know a stretch: some of it was evicted, or it is taken for another.
+        self._may_be_known = bytearray(replay.may_be_taken_for_others)
         self._trials: OrderTrials | None = None
         if with_trials:
             tick, gap = self._ghosts.tick, self._ghosts.one_in
@@ -196,7 +214,7 @@ class _Cache:
     def evict(self, count: int) -> int:
         """Evict so many blocks. Returns: how many there were."""
         heap, last, cached, left = self._heap, self._last, self.cached, count
-        ends, remember = self._ends, self._ghosts.remember
+        ends, remember, may_be_known = self._ends, self._ghosts.remember, self._may_be_known
         while left and heap:
             _, _, used, pieces = heap[0]
             while pieces and left:
@@ -210,10 +228,11 @@ class _Cache:
                 if first == begin:
                     pieces.pop()
                     if not first:
-                        self._before[stretch] = _NONE  # of a long prompt, perhaps
+                        self._before[stretch] = _NO_USES  # of a long prompt, perhaps
                 else:
                     pieces[-1] = stretch, begin, first
                 remember(ends[stretch] - end, ends[stretch] - first, used)
+                may_be_known[stretch] = True
             if not pieces:
                 heappop(heap)
         return count - left
@@ -225,27 +244,9 @@ class _Cache:
 
         ``num_hit``: blocks that it has found; ``before``: when each stretch was used last.
         """
-        lengths, cached, ends = self._lengths, self.cached, self._ends
-        uses = list[int]()  # the last ones before this one, block by block
-        is_known = False
-        num_fresh = len(path) - num_whole
-        for stretch in path[:num_fresh]:
-            # Of the last of these stretches, the first blocks may be there.
-            end, length = ends[stretch], lengths[stretch]
-            before_it = end - length - len(uses)  # the place of what is first in ``uses``
-            uses += [NEVER] * (length - cached[stretch])
-            for place, time in self._ghosts.recall(end - length, end - cached[stretch], now):
-                uses[place - before_it] = time
-                is_known = True
-        # All stretches that are found whole, and the part of one.
-        if num_fresh and (part := cached[path[num_fresh - 1]]):
-            uses += [before[num_fresh - 1]] * part
-        for place in range(num_fresh, len(path)):
-            uses += [before[place]] * lengths[path[place]]
-        if is_known:
-            # An ancestor was used whenever its descendant was, even if its ghost is forgotten.
-            uses = list(accumulate(uses, max))
-        self._num_misses += num_fresh > 0
+        lengths, cached = self._lengths, self.cached
+        uses = self._uses(path, len(path) - num_whole, before, now)
+        self._num_misses += num_whole < len(path)
         stays = self._num_misses % KEEP_ONE_IN == 0
         behind, new_from = 0, self._new_from
         before_last, first_at = self._before, self._first_at
@@ -256,12 +257,53 @@ class _Cache:
             behind += length
             before_last[stretch], first_at[stretch] = uses, behind - 1
         if self._trials is not None:
+            tick, begin, runs = self._ghosts.tick, 0, list[Run]()
+            for time, end in zip(*uses, strict=True):
+                runs.append((time // tick, False, end - begin))
+                begin = end
             sampled = [each for stretch in reversed(path) for each in self._sample[stretch]]
-            order = self._trials.watch(sampled, np.array(uses, np.int64), num_hit, now)
+            order = self._trials.watch(sampled, runs, num_hit, now)
             if order is not self._order:
                 self._order = order
                 self._reorder()
         self._free(now, [self._whole[stretch] for stretch in path])
+
+    def _uses(self, path: list[int], num_fresh: int, before: list[int], now: int) -> _Uses:
+        """Return the last uses of a prompt's blocks before this one.
+
+        ``num_fresh``: stretches that are not found whole, the first ones of ``path``. An ancestor
+        was used whenever its descendant was, even if its ghost is forgotten.
+        """
+        lengths, cached, ends = self._lengths, self.cached, self._ends
+        times, upto = list[int](), list[int]()
+        latest, behind, begin = NEVER, 0, 0  # blocks before, and those of them with other times
+        recall, may_be_known = self._ghosts.recall, self._may_be_known
+        for stretch in path[:num_fresh]:
+            # Of the last of these stretches, the first blocks may be there.
+            first, end = ends[stretch] - lengths[stretch], ends[stretch] - cached[stretch]
+            for place, time in recall(first, end, now) if may_be_known[stretch] else ():
+                if time > latest:
+                    at = behind + place - first
+                    if at > begin:
+                        times.append(latest)
+                        upto.append(at)
+                        begin = at
+                    latest = time
+            behind += end - first
+        # The part of one that is found, and all that are found whole.
+        for at in range(max(0, num_fresh - 1), len(path)):
+            stretch, time = path[at], before[at]
+            length = cached[stretch]
+            if time > latest and length:
+                if behind > begin:
+                    times.append(latest)
+                    upto.append(behind)
+                    begin = behind
+                latest = time
+            behind += length
+        times.append(latest)
+        upto.append(behind)
+        return times, upto
 
     def _free(self, used: int, pieces: _Pieces) -> None:
         """Put pieces that one prompt used last into the order, the first to go first."""
@@ -279,21 +321,21 @@ class _Cache:
         runs: list[tuple[int, _Pieces]] = []
         for whole in pieces:
             stretch, begin, end = whole
-            uses, first = self._before[stretch], self._first_at[stretch]
-            # Block n is at first - n, and they only rise from the deepest block on.
+            (times, upto), first = self._before[stretch], self._first_at[stretch]
+            # Block n is at first - n.
             at, stop = first - end + 1, first - begin + 1
+            use = 0 if at < upto[0] else bisect_right(upto, at)
             while at < stop:
-                score, upto = uses[at], stop
-                if uses[stop - 1] != score:
-                    upto = bisect_left(uses, score + 1, at, stop)
+                score, last = times[use], min(stop, upto[use])
                 piece = whole
-                if upto - at < end - begin:
-                    piece = stretch, first - upto + 1, first - at + 1
+                if last - at < end - begin:
+                    piece = stretch, first - last + 1, first - at + 1
                 if runs and runs[-1][0] == score:
                     runs[-1][1].append(piece)
                 else:
                     runs.append((score, [piece]))
-                at = upto
+                at = last
+                use += 1
         return runs
 
     def _by_newness(self, used: int, pieces: _Pieces) -> list[tuple[int, _Pieces]]:
