@@ -275,6 +275,7 @@ def load_named(
         device=config.device,
         dtype=config.dtype,
         quantization=config.quantization,
+        dynamic_quantization=config.dynamic_quantization,
         tokenizer=config.tokenizer,
         show_progress=show_progress,
         kernel_dir=kernel_dir(),

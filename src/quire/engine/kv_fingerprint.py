@@ -37,6 +37,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "device": "rounding",
         "dtype": "named",
         "quantization": "named",
+        "dynamic_quantization": "named",
         "tokenizer": "nothing",  # blocks are named by their tokens' ids
         "kv_cache_dtype": "named",
         "cache": "named",  # by how it lays blocks out, which several may do alike
@@ -193,6 +194,7 @@ def fingerprint_of(
         "config": of_config,
         "dtype": content.dtype,
         "quantization": None if form is None else form.name,  # what is usual may change
+        "dynamic_quantization": config.dynamic_quantization,
         "kv_cache_dtype": KV_CACHE_DTYPES[config.kv_cache_dtype] or content.dtype,
         "block_size": layout.block_size,
         "order": layout.order,

@@ -28,22 +28,26 @@ class PackedShape:
     kind: str  # of inputs and outputs
     form: PackedForm
     activation: str | None = None  # of the first matrix's outputs, times the second's
+    rounds_inputs: bool = False  # to one byte, where the CPU multiplies bytes
 
     def digits(self, isa: Isa) -> int:
         """Count the bytes that an input becomes where bytes are multiplied; else 0.
 
         Two of them are within 2 ** -16 of a group's largest input, three within 2 ** -24: as
-        near as bfloat16 or float16, and as float32, are to numbers of that size.
+        near as bfloat16 or float16, and as float32, are to numbers of that size. One is within
+        2 ** -8, which is for those who ask for it.
         """
         if not isa.byte_dot:
             return 0
+        if self.rounds_inputs:
+            return 1
         return 3 if self.kind == "f32" else 2
 
-    def rows(self, isa: Isa) -> int:
-        """Count the rows that share a load of weights."""
+    def rows(self, isa: Isa) -> tuple[int, ...]:
+        """Tell how many rows share a load of weights: the most of them first."""
         if isa.registers < 32:
-            return 1
-        return {0: 4, 2: 3, 3: 2}[self.digits(isa)]
+            return (1,)
+        return {0: (4, 1), 1: (6, 4, 2, 1), 2: (3, 1), 3: (2, 1)}[self.digits(isa)]
 
     def group_bytes(self, isa: Isa) -> int:
         """Count the bytes of a row's inputs of a group, as they are multiplied."""
