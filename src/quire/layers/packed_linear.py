@@ -65,5 +65,6 @@ def rounded_inputs(x: Tensor, group_size: int) -> Tensor:
     """
     groups = functional.pad(x, (0, -x.shape[-1] % group_size)).unflatten(-1, (-1, group_size))
     largest = groups.abs().amax(-1, keepdim=True)
-    codes = (groups * (MOST_CODE / largest)).round().nan_to_num(0.0, MOST_CODE, -MOST_CODE)
-    return (codes * (largest / MOST_CODE)).flatten(-2)[..., : x.shape[-1]]
+    most = torch.full_like(largest, MOST_CODE)  # torch divides a number by multiplying: not exact
+    codes = (groups * (most / largest)).round().nan_to_num(0.0, MOST_CODE, -MOST_CODE)
+    return (codes * (largest / most)).flatten(-2)[..., : x.shape[-1]]
