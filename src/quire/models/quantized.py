@@ -80,6 +80,11 @@ def round_inputs(model: nn.Module) -> None:
             module.rounds_inputs = True
 
 
+def rounds_inputs(model: nn.Module) -> bool:
+    """Tell whether one of a model's layers does."""
+    return any(isinstance(m, PackedLinear) and m.rounds_inputs for m in model.modules())
+
+
 def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """List the linear layers that are quantized, by their names."""
     head = model.get_output_embeddings()
