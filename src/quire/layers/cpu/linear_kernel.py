@@ -86,19 +86,24 @@ def _rows(isa: Isa) -> tuple[int, ...]:
     return (4, 1) if isa.registers >= 32 else (1,)
 
 
-def row_forms(sizes: Sequence[int]) -> Iterator[tuple[str, int, bool]]:
+def row_forms(sizes: Sequence[int], *, name: str = "multiply") -> Iterator[tuple[str, int, bool]]:
     """List the kernels that ``each_rows`` runs: name, number of rows, whether of the first ones."""
     for rows in sizes:
         for first in (True, False):
-            yield _form_name(rows, first), rows, first
+            yield _form_name(name, rows, first), rows, first
 
 
-def _form_name(rows: int, first: bool) -> str:
-    return f"multiply_{rows}" + "_first" * first
+def _form_name(name: str, rows: int, first: bool) -> str:
+    return f"{name}_{rows}" + "_first" * first
 
 
 def each_rows(
-    code: Code, num_rows: Int, sizes: Sequence[int], arguments: Callable[[Int], tuple[Int, ...]]
+    code: Code,
+    num_rows: Int,
+    sizes: Sequence[int],
+    arguments: Callable[[Int], tuple[Int, ...]],
+    *,
+    name: str = "multiply",
 ) -> None:
     """Run the kernels of ``row_forms`` over all rows, with their arguments from a row on.
 
@@ -107,7 +112,7 @@ def each_rows(
 
     def several(r: Int, rows: int) -> None:
         def run(first: bool) -> None:
-            code.run(_form_name(rows, first), *arguments(r))
+            code.run(_form_name(name, rows, first), *arguments(r))
 
         code.either(r.equals(0), lambda: run(True), lambda: run(False))
 

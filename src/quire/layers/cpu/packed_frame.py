@@ -19,6 +19,7 @@ ITEM = ("matrix", "start", "stop")  # some blocks of a matrix
 UNPACK_FRAME = ("next_item", "data", "start", "stop", "num_groups", "target", "target_row")
 SUMS_BYTES = BLOCK * 4  # of a row, for the outputs of a block
 _PAGE_BYTES = 4096
+_KEPT_BYTES = 2**14  # of codes that stay in the nearest cache while rows pass by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,23 @@ class PackedShape:
         return 4 * (digits + 2) if digits else 4
 
     @property
+    def worth_keeping(self) -> int:
+        """From how many rows on codes are made bytes first, once for all of them.
+
+        Measured: 8 bits are made so by one instruction, which few rows need not share.
+        """
+        return 16 if self.form.bits == 4 else 64
+
+    @property
+    def kept_groups(self) -> int:
+        """Of a block: how many have their codes kept as bytes at a time."""
+        return max(1, _KEPT_BYTES // (BLOCK * self.form.group_size))
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.kept_groups * BLOCK * self.form.group_size
+
+    @property
     def scale_kind(self) -> str:
         return KINDS[self.form.scale_dtype]
 
@@ -67,7 +85,8 @@ class PackedShape:
         return KIND_BYTES[self.kind]
 
     def scratch_bytes(self, isa: Isa, num_rows: int, num_groups: int) -> int:
-        """Count the bytes of a thread: a line, the sums of two blocks, inputs and notes."""
+        """Count a thread's bytes: a line, sums of two blocks, kept codes, inputs and notes."""
         a_group = self.group_bytes(isa) + self.notes_bytes(isa)
         inputs = num_rows * num_groups * a_group
-        return align_up(LINE_BYTES + 2 * SUMS_BYTES * num_rows + inputs, _PAGE_BYTES)
+        sums = 2 * SUMS_BYTES * num_rows
+        return align_up(LINE_BYTES + sums + self.kept_bytes + inputs, _PAGE_BYTES)
