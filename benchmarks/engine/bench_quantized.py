@@ -4,13 +4,14 @@
 
 Kernels: every call reads other weights than the one before, as many as no cache holds, in huge
 pages as an engine has them; eight calls are played one after the other, as in a recorded pass of
-a decoding engine. Candidates take turns with a read of plain memory (STREAM).
+a decoding engine. Candidates take turns with a read of plain memory (STREAM), and with the same
+products of inputs in two bytes, which is what ``--no-dynamic-quantization`` computes.
 Bandwidth is that of the packed bytes, read once. Decoding: the 0.45 B model of random weights
 (``benchmarks.engine.model``) in each form, engines side by side in one process, which take turns;
 "bfloat16, again" is another run of the same engine and shows the noise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -28,6 +29,7 @@ from quire import LLM, SamplingParams
 from quire.config import kernel_dir
 from quire.kernels.player import Player
 from quire.layers.cpu import CpuLinear
+from quire.layers.cpu.linear import BoundLinear
 from quire.layers.cpu.packed_weight import PackedForm, PackedWeight, quantize
 from quire.memory.host.huge_pages import huge_pieces
 from quire.models.loader import load
@@ -41,11 +43,12 @@ LAYERS = {
     "q, k, v": (1024, (2048, 1024, 1024)),
     "gate, up": (1024, (3072, 3072)),
 }
-FORMS = ("int8", "int4", "int4-g128", "int4-g32-asym")
-ROWS, DECODE_ROWS = (1, 4, 16, 64), 1
-STREAM, AGAIN = STREAMS[1], "again"
+FORMS = ("int8", "int8-g32", "int4", "int4-g128", "int4-g32-asym")
+ROWS, DECODE_ROWS = (1, 4, 16, 32, 128, 512, 2048), 1
+STREAM, AGAIN, EXACT = STREAMS[1], "again", "two bytes"
 STREAM_GOAL = 0.8
 STREAM_BYTES = 2**28
+MANY_ROWS = 128  # of which multiplying takes so long that it matters little where weights are
 PLAYED = 8  # calls, one after the other, as a recorded pass plays them
 ENGINES = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -56,11 +59,13 @@ ENGINES = {
 SEQUENCES, TOKENS = (1, 16), 48
 
 
-def kernels(num_rounds: int, say: Callable[[str], None]) -> tuple[Table, list[dict[str, Any]]]:
+def kernels(
+    forms: list[str], num_rounds: int, say: Callable[[str], None]
+) -> tuple[Table, list[dict[str, Any]]]:
     cpu, read = CpuLinear(kernel_dir=kernel_dir()), Stream(STREAM_BYTES)
     kept: list[object] = []  # what recorded calls read and write
     rows, claims = [], []
-    for name in FORMS:
+    for name in forms:
         form = weight_form(name)
         packed = PackedForm(bits=form.bits, group_size=form.group_size, has_zeros=form.has_zeros)
         for layer, (inputs, widths) in LAYERS.items():
@@ -69,7 +74,7 @@ def kernels(num_rounds: int, say: Callable[[str], None]) -> tuple[Table, list[di
             num_bytes = sum(one.data.nbytes for one in ones)
             copies = max(2, STREAM_BYTES // num_bytes)
             pieces = iter(huge_pieces([one.data.nbytes for one in ones] * copies))
-            bound = []
+            bound: dict[str, list[BoundLinear]] = {name: [], EXACT: []}
             for _ in range(copies):
                 several = [
                     PackedWeight(
@@ -77,22 +82,26 @@ def kernels(num_rounds: int, say: Callable[[str], None]) -> tuple[Table, list[di
                     )
                     for one in ones
                 ]
-                bound.append(cpu.bind(several, None, torch.bfloat16))
+                for how, each in bound.items():
+                    rounds = how != EXACT
+                    each.append(cpu.bind(several, None, torch.bfloat16, rounds_inputs=rounds))
             for num_rows in ROWS if layer == "up (1,024 → 3,072)" else (DECODE_ROWS,):
                 x = torch.randn(num_rows, inputs).bfloat16()
-                with cpu.threads.listening():
-                    kept.append([x, *(one(x) for one in bound)])
-                    heard = cpu.threads.take_heard()
-                some = range(0, len(heard) - PLAYED + 1, PLAYED)
-                waiting = cycle(
-                    [Player(heard[n : n + PLAYED], cpu.kernels, cpu.threads) for n in some]
-                )
-
-                def call(waiting: Any = waiting) -> None:
-                    next(waiting)()
-
-                calls: dict[str, Call] = {name: call, AGAIN: call, STREAM: read.calls()[STREAM]}
+                calls: dict[str, Call] = {STREAM: read.calls()[STREAM]}
+                for how, each in bound.items():
+                    several_of = each if num_rows < MANY_ROWS else each[: 2 * PLAYED]
+                    with cpu.threads.listening():
+                        kept.append([x, *(one(x) for one in several_of)])
+                        heard = cpu.threads.take_heard()
+                    played = PLAYED * (len(heard) // len(several_of))  # many rows: several calls
+                    some = range(0, len(heard) - played + 1, played)
+                    waiting = cycle(
+                        [Player(heard[n : n + played], cpu.kernels, cpu.threads) for n in some]
+                    )
+                    calls[how] = partial(_next, waiting)
+                calls[AGAIN] = calls[name]
                 timings = take_turns(calls, num_rounds=num_rounds)
+                exact = times_as_fast(timings[name], timings[EXACT])
                 ratio = times_as_fast(timings[name], timings[STREAM])
                 scale = PLAYED * num_bytes / read.nbytes
                 noise = times_as_fast(timings[name], timings[AGAIN])
@@ -106,6 +115,7 @@ def kernels(num_rounds: int, say: Callable[[str], None]) -> tuple[Table, list[di
                         f"{100 * ratio.median * scale:.0f} % "
                         f"({100 * ratio.least * scale:.0f} … {100 * ratio.greatest * scale:.0f})",
                         f"{flop / median_s / 1e9:.0f}",
+                        f"{exact.median:.2f} ({exact.least:.2f} … {exact.greatest:.2f})",
                         f"{noise.median:.2f} (± {noise.spread:.2f})",
                     ]
                 )  # fmt: skip
@@ -122,8 +132,15 @@ def kernels(num_rounds: int, say: Callable[[str], None]) -> tuple[Table, list[di
                             "clean": ratio.all_clean,
                         }
                     )
-    columns = ("form", "layer", "rows", "µs", "GB/s", "STREAM GB/s", "of STREAM", "GFLOP/s", "A/A")
+    columns = (
+        "form", "layer", "rows", "µs", "GB/s", "STREAM GB/s", "of STREAM", "GFLOP/s",
+        f"× {EXACT}", "A/A",
+    )  # fmt: skip
     return Table(title="Kernels", columns=columns, rows=rows), claims
+
+
+def _next(waiting: Iterator[Player]) -> None:
+    next(waiting)()
 
 
 def decoding(
@@ -178,6 +195,7 @@ def main(
     ] = Path("/tmp/quire-bench-model"),
     part: Annotated[str, typer.Option(help="kernels, decoding, or all.")] = "all",
     only: Annotated[str, typer.Option(help="Engines to compare, by commas.")] = ",".join(ENGINES),
+    forms: Annotated[str, typer.Option(help="Forms of kernels, by commas.")] = ",".join(FORMS),
     num_rounds: Annotated[int, typer.Option("--rounds", min=1)] = 5,
     with_claims: WithClaims = False,
     output: Output = None,
@@ -191,7 +209,7 @@ def main(
     notes: list[str] = []
     if part in ("all", "kernels"):
         with torch.inference_mode():
-            table, claims = kernels(num_rounds, run.say)
+            table, claims = kernels(forms.split(","), num_rounds, run.say)
         shown.append(table)
         notes.append(
             f"STREAM adds up vectors over {format_bytes(STREAM_BYTES)}, in turn with the others; "
@@ -202,7 +220,7 @@ def main(
         shown.append(table)
         notes += made
     threads = f"{torch.get_num_threads()} threads"
-    flags = f" --part {part} --rounds {num_rounds} --seed {seed}"
+    flags = f" --part {part} --forms {forms} --rounds {num_rounds} --seed {seed}"
     run.end(
         shown,
         run.setting(flags, packages=["torch", "transformers"], also=[threads]),
