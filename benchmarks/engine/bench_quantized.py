@@ -62,7 +62,7 @@ SEQUENCES, TOKENS = (1, 16), 48
 def kernels(
     forms: list[str], num_rounds: int, say: Callable[[str], None]
 ) -> tuple[Table, list[dict[str, Any]]]:
-    cpu, read = CpuLinear(kernel_dir=kernel_dir()), Stream(STREAM_BYTES)
+    read = Stream(STREAM_BYTES)
     kept: list[object] = []  # what recorded calls read and write
     rows, claims = [], []
     for name in forms:
@@ -74,6 +74,8 @@ def kernels(
             num_bytes = sum(one.data.nbytes for one in ones)
             copies = max(2, STREAM_BYTES // num_bytes)
             pieces = iter(huge_pieces([one.data.nbytes for one in ones] * copies))
+            # Each has its own scratch memory: recorded calls go on using it.
+            cpus = {how: CpuLinear(kernel_dir=kernel_dir()) for how in (name, EXACT)}
             bound: dict[str, list[BoundLinear]] = {name: [], EXACT: []}
             for _ in range(copies):
                 several = [
@@ -84,12 +86,15 @@ def kernels(
                 ]
                 for how, each in bound.items():
                     rounds = how != EXACT
-                    each.append(cpu.bind(several, None, torch.bfloat16, rounds_inputs=rounds))
+                    each.append(cpus[how].bind(several, None, torch.bfloat16, rounds_inputs=rounds))
             for num_rows in ROWS if layer == "up (1,024 → 3,072)" else (DECODE_ROWS,):
                 x = torch.randn(num_rows, inputs).bfloat16()
                 calls: dict[str, Call] = {STREAM: read.calls()[STREAM]}
                 for how, each in bound.items():
-                    several_of = each if num_rows < MANY_ROWS else each[: 2 * PLAYED]
+                    cpu, several_of = (
+                        cpus[how],
+                        each if num_rows < MANY_ROWS else each[: 2 * PLAYED],
+                    )
                     with cpu.threads.listening():
                         kept.append([x, *(one(x) for one in several_of)])
                         heard = cpu.threads.take_heard()

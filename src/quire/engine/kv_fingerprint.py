@@ -37,7 +37,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "device": "rounding",
         "dtype": "named",
         "quantization": "named",
-        "dynamic_quantization": "named",
+        "dynamic_quantization": "named",  # where it is turned off
         "tokenizer": "nothing",  # blocks are named by their tokens' ids
         "kv_cache_dtype": "named",
         "cache": "named",  # by how it lays blocks out, which several may do alike
@@ -194,7 +194,6 @@ def fingerprint_of(
         "config": of_config,
         "dtype": content.dtype,
         "quantization": None if form is None else form.name,  # what is usual may change
-        "dynamic_quantization": config.dynamic_quantization,
         "kv_cache_dtype": KV_CACHE_DTYPES[config.kv_cache_dtype] or content.dtype,
         "block_size": layout.block_size,
         "order": layout.order,
@@ -207,6 +206,8 @@ def fingerprint_of(
         "record_version": VERSION,
         "code": {**content.code, "quire_arithmetic": ARITHMETIC},
     }
+    if not config.dynamic_quantization:  # with it inputs may be rounded, and need not be
+        named["dynamic_quantization"] = False
     if config.batch_invariant:  # not even rounding may differ
         from quire.models.order_of_sums import order_of_sums
 
