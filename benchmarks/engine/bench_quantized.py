@@ -8,7 +8,7 @@ a decoding engine. Candidates take turns with a read of plain memory (STREAM), a
 products of inputs in two bytes, which is what ``--no-dynamic-quantization`` computes.
 Bandwidth is that of the packed bytes, read once. Decoding: the 0.45 B model of random weights
 (``benchmarks.engine.model``) in each form, engines side by side in one process, which take turns;
-"bfloat16, again" is another run of the same engine and shows the noise.
+"again" is another run of the first engine and shows the noise; "exact" is without rounded inputs.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,9 +54,16 @@ ENGINES = {
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
+    "int8, exact": {"quantization": "int8", "dynamic_quantization": False},
     "int4": {"quantization": "int4"},
+    "int4, exact": {"quantization": "int4", "dynamic_quantization": False},
 }
-SEQUENCES, TOKENS = (1, 16), 48
+# Sequences, tokens of a prompt, new tokens of each.
+WORK = {
+    "decoding, 1 sequence": (1, 4, 48),
+    "decoding, 16 sequences": (16, 4, 48),
+    "a prompt of 2,048": (1, 2048, 1),
+}
 
 
 def kernels(
@@ -158,14 +165,20 @@ def decoding(
         begun = perf_counter()
         loaded = load(folder, **ENGINES[name])  # type: ignore[arg-type]
         notes.append(f"{name} was loaded in {perf_counter() - begun:.1f} s.")
-        engines[name] = LLM(loaded, kv_cache_memory_bytes="256MiB")
+        engines[name] = LLM(
+            loaded,
+            kv_cache_memory_bytes="320MiB",
+            enable_prefix_caching=False,
+            dynamic_quantization=ENGINES[name].get("dynamic_quantization", True),
+        )
     rows = []
-    for num_sequences in SEQUENCES:
-        say(f"decoding {num_sequences} sequences")
+    for what, (num_sequences, num_prompt, num_new) in WORK.items():
+        say(what)
         prompts: list[Any] = [
-            {"prompt_token_ids": [100 + n, 7, 11 + n, 13]} for n in range(num_sequences)
+            {"prompt_token_ids": [(100 + n + 7 * i) % 1000 for i in range(num_prompt)]}
+            for n in range(num_sequences)
         ]
-        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=num_new, temperature=0, ignore_eos=True)
         calls: dict[str, Call] = {
             name: partial(llm.generate, prompts, params) for name, llm in engines.items()
         }
@@ -176,18 +189,18 @@ def decoding(
         noise = times_as_fast(timings[names[0]], timings[AGAIN])
         for name in names:
             ratio = times_as_fast(timings[name], timings[names[0]])
-            rate = num_sequences * TOKENS / timings[name].median_s
+            rate = num_sequences * max(num_new, num_prompt) / timings[name].median_s
             rows.append(
                 [
-                    str(num_sequences), name, f"{rate:.1f}",
+                    what, name, f"{rate:.1f}",
                     f"{ratio.median:.2f} ({ratio.least:.2f} … {ratio.greatest:.2f})",
                     f"{noise.median:.2f} (± {noise.spread:.2f})",
                 ]
             )  # fmt: skip
     for llm in engines.values():
         llm.close()
-    columns = ("sequences", "weights", "tokens/s", f"× {names[0]}", "A/A")
-    return Table(title="Decoding", columns=columns, rows=rows), notes
+    columns = ("work", "weights", "tokens/s", f"× {names[0]}", "A/A")
+    return Table(title="The engine", columns=columns, rows=rows), notes
 
 
 app = typer.Typer(add_completion=False)
@@ -199,7 +212,9 @@ def main(
         Path, typer.Option("--model", help="Where the 0.45 B model is, or is to be made.")
     ] = Path("/tmp/quire-bench-model"),
     part: Annotated[str, typer.Option(help="kernels, decoding, or all.")] = "all",
-    only: Annotated[str, typer.Option(help="Engines to compare, by commas.")] = ",".join(ENGINES),
+    only: Annotated[str, typer.Option(help="Engines to compare, by semicolons.")] = ";".join(
+        ENGINES
+    ),
     forms: Annotated[str, typer.Option(help="Forms of kernels, by commas.")] = ",".join(FORMS),
     num_rounds: Annotated[int, typer.Option("--rounds", min=1)] = 5,
     with_claims: WithClaims = False,
@@ -221,7 +236,7 @@ def main(
             f"between two readings of the same weights lie {format_bytes(STREAM_BYTES)} of others."
         )
     if part in ("all", "decoding"):
-        table, made = decoding(make(folder), only.split(","), num_rounds, run.say)
+        table, made = decoding(make(folder), only.split(";"), num_rounds, run.say)
         shown.append(table)
         notes += made
     threads = f"{torch.get_num_threads()} threads"
