@@ -50,7 +50,7 @@ STREAM_GOAL = 0.8
 STREAM_BYTES = 2**28
 MANY_ROWS = 128  # of which multiplying takes so long that it matters little where weights are
 PLAYED = 8  # calls, one after the other, as a recorded pass plays them
-ENGINES = {
+ENGINES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
@@ -163,7 +163,7 @@ def decoding(
     for name in names:
         say(f"loading {name}")
         begun = perf_counter()
-        loaded = load(folder, **ENGINES[name])  # type: ignore[arg-type]
+        loaded = load(folder, **ENGINES[name])
         notes.append(f"{name} was loaded in {perf_counter() - begun:.1f} s.")
         engines[name] = LLM(
             loaded,

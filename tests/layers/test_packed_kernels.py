@@ -308,6 +308,12 @@ def test_inputs_are_rounded_as_the_slow_twin_rounds_them(
     assert "rounds inputs" in repr(layer)
 
 
+def test_rows_that_lie_apart_and_no_rows_are_rounded_too() -> None:
+    x = torch.randn(6, 40).T
+    assert torch.equal(rounded_inputs(x, 8), rounded_inputs(x.contiguous(), 8))
+    assert rounded_inputs(x[:0], 8).shape == (0, 6)
+
+
 def beside_rounded(which: Which, x: Tensor, weight: PackedWeight, got: Tensor) -> None:
     rounded = rounded_inputs(x.float(), which.form.group_size)
     exact = which._replace(dtype=torch.float32, rounds=False, isa="avx512")

@@ -63,7 +63,8 @@ def rounded_inputs(x: Tensor, group_size: int) -> Tensor:
 
     A group in which there is one that is no finite number becomes NaN as a whole.
     """
-    groups = functional.pad(x, (0, -x.shape[-1] % group_size)).unflatten(-1, (-1, group_size))
+    padded = functional.pad(x, (0, -x.shape[-1] % group_size))
+    groups = padded.reshape(*x.shape[:-1], padded.shape[-1] // group_size, group_size)
     largest = groups.abs().amax(-1, keepdim=True)
     most = torch.full_like(largest, MOST_CODE)  # torch divides a number by multiplying: not exact
     codes = (groups * (most / largest)).round().nan_to_num(0.0, MOST_CODE, -MOST_CODE)
