@@ -40,6 +40,7 @@ SPEC = ModelSpec(
 OTHER = {
     "dtype": "float32",
     "quantization": "int8",
+    "dynamic_quantization": False,
     "kv_cache_dtype": "int8_per_token_head",
     "cache": "virtual",
     "block_size": 32,

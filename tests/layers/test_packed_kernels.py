@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,33 +15,52 @@ from layers.products import ACTIVATIONS, allowed, twin
 from quire.kernels.compile import KINDS
 from quire.layers.cpu import CpuLinear
 from quire.layers.cpu.packed_frame import PackedShape
-from quire.layers.cpu.packed_weight import PackedForm, PackedWeight, quantize
-from quire.layers.packed_linear import PackedLinear
+from quire.layers.cpu.packed_weight import PackedForm, PackedWeight, pack, quantize
+from quire.layers.packed_linear import PackedLinear, rounded_inputs
 
-MOST_ROWS = 40  # of these tests, whatever is faster
-# What an instruction set and a form change. Each is a compilation.
+
+class Which(NamedTuple):
+    """What an instruction set and a form change. Each is a compilation."""
+
+    isa: str
+    dtype: torch.dtype
+    form: PackedForm
+    rounds: bool = False  # inputs to 8 bits
+
+    @property
+    def digits(self) -> int:
+        shape = PackedShape(kind=KINDS[self.dtype], form=self.form, rounds_inputs=self.rounds)
+        return shape.digits(isa_or_skip(self.isa))
+
+
+MOST_ROWS = 66  # of these tests, whatever is faster
 SETS = (
-    ("native", torch.bfloat16, PackedForm(bits=4, group_size=32, has_zeros=True)),
-    ("native", torch.float32, PackedForm(bits=8, group_size=128)),
-    ("native", torch.float16, PackedForm(bits=8, group_size=24, has_zeros=True)),
-    ("native", torch.float32, PackedForm(bits=4, group_size=32)),
-    ("avx512", torch.bfloat16, PackedForm(bits=4, group_size=32, scale_dtype=torch.bfloat16)),
-    ("avx512", torch.float32, PackedForm(bits=8, group_size=128, has_zeros=True)),
-    ("avx2", torch.float32, PackedForm(bits=4, group_size=32, has_zeros=True)),
-    ("avx2", torch.float16, PackedForm(bits=8, group_size=128)),
-    ("sse", torch.float32, PackedForm(bits=4, group_size=8, scale_dtype=torch.float32)),
+    Which("native", torch.bfloat16, PackedForm(bits=4, group_size=32, has_zeros=True)),
+    Which("native", torch.float32, PackedForm(bits=8, group_size=128)),
+    Which("native", torch.float16, PackedForm(bits=8, group_size=24, has_zeros=True)),
+    Which("native", torch.float32, PackedForm(bits=4, group_size=32)),
+    Which("avx512", torch.bfloat16, PackedForm(bits=4, group_size=32, scale_dtype=torch.bfloat16)),
+    Which("avx512", torch.float32, PackedForm(bits=8, group_size=128, has_zeros=True)),
+    Which("avx2", torch.float32, PackedForm(bits=4, group_size=32, has_zeros=True)),
+    Which("avx2", torch.float16, PackedForm(bits=8, group_size=128)),
+    Which("sse", torch.float32, PackedForm(bits=4, group_size=8, scale_dtype=torch.float32)),
+    Which("native", torch.bfloat16, PackedForm(bits=8, group_size=128), rounds=True),
+    Which("native", torch.float16, PackedForm(bits=4, group_size=24, has_zeros=True), rounds=True),
+    Which("native", torch.float32, PackedForm(bits=4, group_size=32), rounds=True),
+    Which("avx512", torch.bfloat16, PackedForm(bits=4, group_size=32), rounds=True),
 )
-Which = tuple[str, torch.dtype, PackedForm]
 Use = Callable[[int], None]
 
 
 def name_of(which: Which) -> str:
-    isa, dtype, form = which
-    return f"{isa}-{dtype}-{form.bits}-{form.group_size}".replace("torch.", "")
+    isa, dtype, form, rounds = which
+    name = f"{isa}-{dtype}-{form.bits}-{form.group_size}{'-rounds' * rounds}"
+    return name.replace("torch.", "")
 
 
 every_set = pytest.mark.parametrize("which", SETS, ids=name_of)
-ROWS = st.one_of(st.sampled_from([1, 2, 3, 4, 5, 16, 17]), st.integers(1, MOST_ROWS))
+# From 16 or 64 rows on codes are kept as bytes.
+ROWS = st.one_of(st.sampled_from([1, 2, 3, 4, 5, 16, 17, 65]), st.integers(1, MOST_ROWS))
 INPUTS = st.one_of(st.sampled_from([1, 8, 31, 32, 33, 128, 129, 256]), st.integers(1, 300))
 OUTPUTS = st.one_of(st.sampled_from([1, 15, 16, 17, 63, 64, 65, 128]), st.integers(1, 200))
 
@@ -62,7 +82,7 @@ def some(
 
 def may_differ(which: Which, x: Tensor, weight: PackedWeight, want: Tensor) -> Tensor:
     """By sums in float32 of codes and zeros, by a rounding, and by the digits of inputs."""
-    isa, dtype, form = which
+    form, digits = which.form, which.digits
     codes, scales, zeros = weight.unpacked()
     size = form.group_size
     sizes = (
@@ -72,7 +92,6 @@ def may_differ(which: Which, x: Tensor, weight: PackedWeight, want: Tensor) -> T
     )
     sizes *= scales.float().abs().repeat_interleave(size, 1)[:, : codes.shape[1]]
     found = allowed(x, sizes, want)
-    digits = PackedShape(kind=KINDS[dtype], form=form).digits(isa_or_skip(isa))
     if digits:
         whole = torch.nn.functional.pad(x.double().abs(), (0, -x.shape[1] % size))
         largest = whole.view(len(x), -1, size).amax(-1).repeat_interleave(size, 1)
@@ -110,7 +129,7 @@ def test_products_are_as_near_as_their_arithmetic_allows(
     threads: int,
     seed: int,
 ) -> None:
-    isa, dtype, _ = which
+    isa, dtype = which.isa, which.dtype
     x, weights = some(seed, which, rows, inputs, *widths)
     drawn = [torch.randn(n).to(dtype) for n in widths]
     biases = [bias if wanted else None for bias, wanted in zip(drawn, with_bias, strict=False)]
@@ -119,7 +138,7 @@ def test_products_are_as_near_as_their_arithmetic_allows(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        bound = linears(isa).bind(weights, biases, dtype)
+        bound = linears(isa).bind(weights, biases, dtype, rounds_inputs=which.rounds)
         outs = bound(wide[:, :inputs])
     finally:
         torch.set_num_threads(before)
@@ -129,11 +148,14 @@ def test_products_are_as_near_as_their_arithmetic_allows(
 
 @every_set
 def test_many_rows_by_torch_are_as_near(which: Which) -> None:
-    isa, dtype, _ = which
+    isa, dtype = which.isa, which.dtype
     x, weights = some(7, which, MOST_ROWS + 3, 200, 700, 65)
     biases = [None, torch.randn(65).to(dtype)]
     for out, weight, bias in zip(
-        linears(isa).bind(weights, biases, dtype)(x), weights, biases, strict=True
+        linears(isa).bind(weights, biases, dtype, rounds_inputs=which.rounds)(x),
+        weights,
+        biases,
+        strict=True,
     ):
         beside(which, x, weight, bias, out)
 
@@ -141,10 +163,10 @@ def test_many_rows_by_torch_are_as_near(which: Which) -> None:
 @every_set
 def test_a_batch_invariant_product_takes_any_number_of_rows(which: Which) -> None:
     """And gives each the same bits."""
-    isa, dtype, _ = which
+    isa, dtype = which.isa, which.dtype
     cpu = CpuLinear(isa_or_skip(isa), kernel_folder(), most_rows=7, batch_invariant=True)
     x, weights = some(7, which, 20, 200, 130, 65)
-    bound = cpu.bind(weights, None, dtype)
+    bound = cpu.bind(weights, None, dtype, rounds_inputs=which.rounds)
     outs = bound(x)
     for out, weight in zip(outs, weights, strict=True):
         beside(which, x, weight, None, out)
@@ -156,9 +178,9 @@ def test_a_batch_invariant_product_takes_any_number_of_rows(which: Which) -> Non
 @every_set
 def test_numbers_for_torch_are_the_slow_twins_bit_by_bit(which: Which) -> None:
     """Inputs of one: each output is a weight."""
-    isa, _, form = which
+    isa, form = which.isa, which.form
     cpu = linears(isa)
-    _, (weight,) = some(3, ("native", torch.float32, form), 1, 100, 130)
+    _, (weight,) = some(3, Which("native", torch.float32, form), 1, 100, 130)
     bound = CpuLinear(cpu.kernels.isa, kernel_folder(), most_rows=0).bind(
         [weight], None, torch.float32
     )
@@ -168,13 +190,13 @@ def test_numbers_for_torch_are_the_slow_twins_bit_by_bit(which: Which) -> None:
 
 @every_set
 def test_a_row_is_the_same_alone_and_in_any_batch(which: Which, use_threads: Use) -> None:
-    isa, dtype, _ = which
+    isa, dtype = which.isa, which.dtype
     x, weights = some(5, which, MOST_ROWS, 300, 150)
-    bound = linears(isa).bind(weights, None, dtype)
+    bound = linears(isa).bind(weights, None, dtype, rounds_inputs=which.rounds)
     (whole,) = bound(x)
     for threads in (1, 2):
         use_threads(threads)
-        for first, last in ((0, 1), (1, 3), (3, 8), (8, 25), (25, 40)):
+        for first, last in ((0, 1), (1, 3), (3, 8), (8, 25), (25, 66)):
             (part,) = bound(x[first:last])
             assert torch.equal(part, whole[first:last])
 
@@ -193,7 +215,7 @@ def test_little_weights_are_multiplied_by_one_thread(use_threads: Use) -> None:
 
 @pytest.mark.parametrize("which", SETS[::2], ids=name_of)
 def test_gated_rounds_where_separate_operations_round(which: Which) -> None:
-    isa, dtype, _ = which
+    isa, dtype = which.isa, which.dtype
     x, (gate, up) = some(11, which, 9, 160, 100, 100)
     bias = torch.randn(100).to(dtype)
     cpu = linears(isa)
@@ -206,9 +228,9 @@ def test_gated_rounds_where_separate_operations_round(which: Which) -> None:
 
 @every_set
 def test_what_is_no_number_comes_out_as_none_and_spoils_no_other_row(which: Which) -> None:
-    isa, dtype, _ = which
+    isa, dtype = which.isa, which.dtype
     x, weights = some(13, which, 5, 150, 70)
-    bound = linears(isa).bind(weights, None, dtype)
+    bound = linears(isa).bind(weights, None, dtype, rounds_inputs=which.rounds)
     (plain,) = bound(x)
     for bad in (torch.nan, torch.inf, -torch.inf):
         spoiled = x.clone()
@@ -224,7 +246,7 @@ def test_what_is_no_number_comes_out_as_none_and_spoils_no_other_row(which: Whic
 def test_weights_are_rounded_as_the_slow_twin_rounds_them(
     which: Which, outputs: int, inputs: int, gap: int, seed: int
 ) -> None:
-    isa, dtype, form = which
+    isa, dtype, form = which.isa, which.dtype, which.form
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(outputs, inputs + gap, generator=generator).to(dtype)
     wide[0] = 0
@@ -262,6 +284,57 @@ def test_a_layers_own_product_is_the_kernels_twin() -> None:
         layer = PackedLinear(weight, bias, which[1])
         beside(which, x, weight, bias, layer(x))
         assert str(which[2].bits) in repr(layer)
+
+
+ROUNDING = [which for which in SETS if which.rounds and which.isa == "native"]
+
+
+@pytest.mark.parametrize("which", ROUNDING, ids=name_of)
+@settings(max_examples=15)
+@given(rows=ROWS, inputs=INPUTS, outputs=OUTPUTS, seed=st.integers(0, 2**32))
+def test_inputs_are_rounded_as_the_slow_twin_rounds_them(
+    which: Which, rows: int, inputs: int, outputs: int, seed: int
+) -> None:
+    """So sums differ by float32's rounding alone, and not by that of 8 bits."""
+    if which.digits != 1:
+        pytest.skip("this CPU does not multiply bytes")
+    x, (weight,) = some(seed, which, rows, inputs, outputs)
+    x *= torch.logspace(-2, 2, inputs, dtype=x.dtype)  # groups of any size
+    bound = linears("native").bind([weight], None, which.dtype, rounds_inputs=True)
+    beside_rounded(which, x, weight, bound(x)[0])
+    layer = PackedLinear(weight, None, which.dtype)
+    layer.rounds_inputs = True
+    beside_rounded(which, x, weight, layer(x))
+    assert "rounds inputs" in repr(layer)
+
+
+def test_rows_that_lie_apart_and_no_rows_are_rounded_too() -> None:
+    x = torch.randn(6, 40).T
+    assert torch.equal(rounded_inputs(x, 8), rounded_inputs(x.contiguous(), 8))
+    assert rounded_inputs(x[:0], 8).shape == (0, 6)
+
+
+def beside_rounded(which: Which, x: Tensor, weight: PackedWeight, got: Tensor) -> None:
+    rounded = rounded_inputs(x.float(), which.form.group_size)
+    exact = which._replace(dtype=torch.float32, rounds=False, isa="avx512")
+    want = twin(rounded, weight.dequantized(), None)
+    in_float32 = may_differ(exact, rounded, weight, want)
+    info = torch.finfo(which.dtype)
+    by_rounding = info.eps * (want.abs() + in_float32 + info.smallest_normal)
+    assert ((got.double() - want).abs() <= in_float32 + by_rounding).all()
+
+
+@pytest.mark.parametrize("which", ROUNDING, ids=name_of)
+def test_sums_of_the_largest_bytes_do_not_overflow(which: Which) -> None:
+    form = which.form
+    size, least = form.group_size, form.least
+    codes = torch.tensor([least, -least - 1, 0]).repeat_interleave(30)[:, None].repeat(1, 2 * size)
+    weight = pack(
+        codes.to(torch.int8), torch.ones(90, 2).half(), None, bits=form.bits, group_size=size
+    )
+    bound = linears("native").bind([weight], None, torch.float32, rounds_inputs=True)
+    x = torch.stack([torch.full((2 * size,), value) for value in (1.0, -1.0, 0.0)])
+    assert torch.equal(bound(x)[0], x @ codes.float().T)
 
 
 def test_what_is_refused() -> None:

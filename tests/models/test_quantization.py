@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, ModelNotLoadable
+from quire.kernels.compile import usable_isa
 from quire.layers.packed_linear import PackedLinear
 from quire.models.footprint import footprint
 from quire.models.fused_modules import FusedModules
@@ -95,6 +97,28 @@ def test_kernels_stand_in_for_all_of_them() -> None:
     parts = FusedModules(loaded.model)._parts
     inside = {id(m) for part in parts for m in (part.module, *part.inside)}
     assert all(id(layer) in inside for _, layer in linears(loaded))
+
+
+@pytest.mark.parametrize("multiplies_bytes", [True, False])
+def test_inputs_are_rounded_where_bytes_are_multiplied_unless_it_is_turned_off(
+    monkeypatch: pytest.MonkeyPatch, *, multiplies_bytes: bool
+) -> None:
+    here = replace(usable_isa(), byte_dot=multiplies_bytes)
+    monkeypatch.setattr("quire.models.quantized.usable_isa", lambda: here)
+    for options, expected in (
+        ({}, multiplies_bytes),
+        ({"dynamic_quantization": False}, False),
+        ({"dtype": "float32"}, False),
+    ):
+        loaded = load(quantization="int4", **options)
+        assert {layer.rounds_inputs for _, layer in linears(loaded)} == {expected}
+
+
+def test_a_model_in_memory_rounds_as_it_was_loaded() -> None:
+    loaded = load(quantization="int8")
+    next(linears(loaded))[1].rounds_inputs = True
+    with pytest.raises(ConfigError, match="dynamic_quantization=False: the model was loaded with"):
+        LLM(loaded, dynamic_quantization=False)
 
 
 def test_weights_that_are_no_numbers_are_named() -> None:

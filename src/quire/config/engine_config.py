@@ -147,6 +147,12 @@ class EngineConfig:
         "needs quire-kv[int8]). Default: none.",
         short=("-q",),
     )
+    dynamic_quantization: bool = option(
+        True,
+        "Round what weights in 8 or 4 bits are multiplied with to 8 bits, a scale for each token "
+        "and group: faster on a CPU that multiplies bytes (AVX-512 VNNI), of no effect on others, "
+        "with --dtype float32 and on a GPU. Without it such inputs are as exact as --dtype.",
+    )
     tokenizer: str | None = option(
         None,
         "Folder or hub name of another tokenizer than the model's own, for a GGUF file whose own "

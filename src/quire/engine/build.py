@@ -49,6 +49,7 @@ from quire.memory.residency import Resident
 from quire.models.encoder_peak import encoder_footprints
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
+from quire.models.quantized import rounds_inputs
 from quire.models.vision import Vision
 from quire.spec import ModelSpec
 
@@ -241,6 +242,11 @@ def loaded_model(
     loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
     if config.quantization is not None:
         raise ConfigError("quantization= goes with a folder or a name: quantize the model first")
+    if rounds_inputs(loaded.model) and not config.dynamic_quantization:
+        raise ConfigError(
+            "dynamic_quantization=False: the model was loaded with it. Load it without, or give "
+            "its folder or name"
+        )
     if config.tokenizer is not None:
         raise ConfigError(
             f"tokenizer={config.tokenizer} goes with a folder or a name: give a model in memory "
@@ -275,6 +281,7 @@ def load_named(
         device=config.device,
         dtype=config.dtype,
         quantization=config.quantization,
+        dynamic_quantization=config.dynamic_quantization,
         tokenizer=config.tokenizer,
         show_progress=show_progress,
         kernel_dir=kernel_dir(),

@@ -37,6 +37,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "device": "rounding",
         "dtype": "named",
         "quantization": "named",
+        "dynamic_quantization": "named",  # where it is turned off
         "tokenizer": "nothing",  # blocks are named by their tokens' ids
         "kv_cache_dtype": "named",
         "cache": "named",  # by how it lays blocks out, which several may do alike
@@ -205,6 +206,8 @@ def fingerprint_of(
         "record_version": VERSION,
         "code": {**content.code, "quire_arithmetic": ARITHMETIC},
     }
+    if not config.dynamic_quantization:  # with it inputs may be rounded, and need not be
+        named["dynamic_quantization"] = False
     if config.batch_invariant:  # not even rounding may differ
         from quire.models.order_of_sums import order_of_sums
 

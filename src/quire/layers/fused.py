@@ -165,11 +165,16 @@ def dtype_of(layer: Linear) -> torch.dtype:
     return layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
 
 
+def rounds_inputs(layer: Linear) -> bool:
+    """Tell whether a layer's inputs become 8 bits."""
+    return isinstance(layer, PackedLinear) and layer.rounds_inputs
+
+
 def kind_of(layer: Linear) -> tuple[object, ...]:
     """Return all that the code of a layer's product depends on."""
     form = layer.packed_weight.form if isinstance(layer, PackedLinear) else None
     sizes = layer.out_features, layer.in_features
-    return *sizes, dtype_of(layer), form, layer.bias is None
+    return *sizes, dtype_of(layer), form, rounds_inputs(layer), layer.bias is None
 
 
 def inputs_like(layer: Linear, num_rows: int) -> Tensor:
@@ -177,6 +182,12 @@ def inputs_like(layer: Linear, num_rows: int) -> Tensor:
     device = layer.packed.device if isinstance(layer, PackedLinear) else layer.weight.device
     like = torch.empty(0, dtype=dtype_of(layer), device=device)
     return random_like(like, 1, num_rows, layer.in_features)
+
+
+def bind(cpu: CpuLinear, layers: Sequence[Linear]) -> BoundLinear:
+    """Make the products of layers that have one input."""
+    first, weights, biases = layers[0], [weight_of(x) for x in layers], [x.bias for x in layers]
+    return cpu.bind(weights, biases, dtype_of(first), rounds_inputs=rounds_inputs(first))
 
 
 class Linears:
@@ -193,7 +204,7 @@ class Linears:
             return None
         if reason := self.unsupported(module):
             return reason
-        bound = self._bind([module])
+        bound = bind(self._cpu, [module])
 
         def forward(x: Tensor) -> Tensor:
             return bound(x)[0]
@@ -204,11 +215,12 @@ class Linears:
         """Find stand-ins for the layers that make queries, keys and values in one product."""
         layers = [getattr(module, name, None) for name in _SIBLINGS]
         plain = [x for x in layers if is_linear(x) and not self.unsupported(x)]
-        if len(plain) < len(layers) or len({(x.in_features, dtype_of(x)) for x in plain}) > 1:
+        inputs = {(x.in_features, dtype_of(x), rounds_inputs(x)) for x in plain}
+        if len(plain) < len(layers) or len(inputs) > 1:
             return []
         if self._cpu.unsupported([weight_of(x) for x in plain]):
             return []
-        together = _Together(self._bind(plain), [self._bind([x]) for x in plain])
+        together = _Together(bind(self._cpu, plain), [bind(self._cpu, [x]) for x in plain])
         forwards = map(together.forward_of, range(len(plain)))
         found = [
             stand_in(layer, forward, file_reads=self.file_reads)
@@ -230,12 +242,8 @@ class Linears:
             self._tried[key] = self._try(layer)
         return None if self._tried[key] else "it computes something else"
 
-    def _bind(self, layers: Sequence[Linear]) -> BoundLinear:
-        weights, biases = [weight_of(x) for x in layers], [x.bias for x in layers]
-        return self._cpu.bind(weights, biases, dtype_of(layers[0]))
-
     def _try(self, layer: Linear) -> bool:
-        bound = self._bind([layer])
+        bound = bind(self._cpu, [layer])
         with torch.inference_mode():
             inputs = [inputs_like(layer, n) for n in (1, 3)]
             return all(agrees(bound(x)[0], layer(x), of_sums=True) for x in inputs)
@@ -324,14 +332,16 @@ class _Gated:
         self, cpu: CpuLinear, activation: str, layers: Sequence[Linear], own: Callable[..., Any]
     ) -> None:
         gate, up, down = layers
-        weights, biases = [weight_of(gate), weight_of(up)], [gate.bias, up.bias]
         self._own = own
         self._dtype = dtype_of(gate)
-        self._gated = cpu.bind_gated(weights[0], weights[1], activation, biases, self._dtype)
-        self._both = cpu.bind(weights, biases, self._dtype)
+        self._gated = cpu.bind_gated(
+            weight_of(gate), weight_of(up), activation, [gate.bias, up.bias], self._dtype,
+            rounds_inputs=rounds_inputs(gate),
+        )  # fmt: skip
+        self._both = bind(cpu, [gate, up])
         shape = GateShape(width=gate.out_features, activation=activation, kind=KINDS[self._dtype])
         self._join = GateKernel(shape, cpu.kernels, cpu.threads)
-        self._down = cpu.bind([weight_of(down)], [down.bias], self._dtype)
+        self._down = bind(cpu, [down])
         self.most_rows = self._gated.most_rows  # that are few
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:

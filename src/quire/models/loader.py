@@ -40,7 +40,7 @@ from quire.memory.host.huge_pages import drop_file_pages, huge_pieces
 from quire.memory.machine.probe import available_bytes, mapped_from_files
 from quire.models.file_hashes import WeightFile
 from quire.models.gguf_checkpoint import load_gguf
-from quire.models.quantized import quantize_layers
+from quire.models.quantized import quantize_layers, round_inputs
 from quire.models.stored_checkpoint import stored_config
 from quire.models.weight_placement import device_map, device_of, move_to, weights_bytes
 from quire.spec import ModelSpec
@@ -162,6 +162,7 @@ def load(  # noqa: PLR0913 - an engine's options
     device: str = "cpu",
     dtype: str = "auto",
     quantization: str | None = None,
+    dynamic_quantization: bool = True,
     tokenizer: str | None = None,
     copy_weights: bool = True,
     show_progress: bool = False,
@@ -174,7 +175,8 @@ def load(  # noqa: PLR0913 - an engine's options
     room for stays in host memory (``placed``).
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
     ``quantization`` keeps the weights of linear layers in 8 or 4 bits: a name of ``WEIGHT_FORMS``
-    on a CPU, "int8" on a GPU (torchao).
+    on a CPU, "int8" on a GPU (torchao). ``dynamic_quantization`` rounds what such weights are
+    multiplied with to 8 bits on a CPU that multiplies bytes, unless it is float32.
     ``tokenizer`` names the folder or the repository of one that is not the model's own.
     ``copy_weights`` into huge pages, where there are some; otherwise they stay mapped from their
     files.
@@ -212,6 +214,8 @@ def load(  # noqa: PLR0913 - an engine's options
     elif place is not None:
         if form is not None:
             quantize_layers(model, form, called(name), kernel_dir)
+        if dynamic_quantization:
+            round_inputs(model)
         if copy_weights:
             hold_in_memory(model)
     if folder is None:

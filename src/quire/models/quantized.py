@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.errors import MemoryUnavailable, ModelNotLoadable
+from quire.kernels.compile import usable_isa
 from quire.layers.cpu import CpuLinear
 from quire.layers.cpu.packed_weight import BLOCK, PackedForm
 from quire.layers.packed_linear import PackedLinear
@@ -65,6 +66,23 @@ def quantize_layers(
         len(chosen), name, form.name, format_bytes(after), format_bytes(before),
         perf_counter() - begun,
     )  # fmt: skip
+
+
+def round_inputs(model: nn.Module) -> None:
+    """Have a model's packed layers multiply with inputs of 8 bits, where this CPU does that.
+
+    Layers in float32 do not: what is asked for there is exact.
+    """
+    if not usable_isa().byte_dot:
+        return
+    for module in model.modules():
+        if isinstance(module, PackedLinear) and module.dtype != torch.float32:
+            module.rounds_inputs = True
+
+
+def rounds_inputs(model: nn.Module) -> bool:
+    """Tell whether one of a model's layers does."""
+    return any(isinstance(m, PackedLinear) and m.rounds_inputs for m in model.modules())
 
 
 def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:

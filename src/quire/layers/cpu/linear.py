@@ -86,13 +86,17 @@ class CpuLinear:
         weights: Sequence[Weight],
         biases: Biases | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        rounds_inputs: bool = False,
     ) -> "BoundLinear":
         """Make the products of the same input: weights [N, K], biases [N] or none.
 
         ``dtype``: of inputs and outputs, for packed weights, which do not say it themselves.
+        ``rounds_inputs``: packed weights are multiplied with inputs of 8 bits, where the CPU
+        multiplies bytes.
         Raises: ValueError where ``unsupported`` gives a reason, or for biases of other shapes.
         """
-        return BoundLinear(self._product(weights, biases, None, dtype))
+        return BoundLinear(self._product(weights, biases, None, dtype, rounds_inputs))
 
     def bind_gated(
         self,
@@ -101,17 +105,20 @@ class CpuLinear:
         activation: str,
         biases: Biases | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        rounds_inputs: bool = False,
     ) -> "BoundGated":
         """Make act(x · Gᵀ) * (x · Uᵀ) of G, U [N, K], for an activation of ``ACTIVATIONS``.
 
-        ``dtype`` is as in ``bind``.
+        ``dtype`` and ``rounds_inputs`` are as in ``bind``.
         Raises: ValueError as ``bind``, and for gate and up of different shapes.
         """
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation {activation!r}: there are {', '.join(ACTIVATIONS)}")
         if gate.shape != up.shape:
             raise ValueError(f"gate is {list(gate.shape)}, up is {list(up.shape)}")
-        return BoundGated(self._product((gate, up), biases, activation, dtype), activation)
+        product = self._product((gate, up), biases, activation, dtype, rounds_inputs)
+        return BoundGated(product, activation)
 
     def quantizer(self, form: PackedForm) -> Quantizer:
         """Make what rounds weights [N, K] to packed ones."""
@@ -123,6 +130,7 @@ class CpuLinear:
         biases: Biases | None,
         activation: str | None,
         dtype: torch.dtype | None,
+        rounds_inputs: bool,
     ) -> "_Product | PackedProduct":
         if reason := self.unsupported(several):
             raise ValueError(f"no kernel: {reason}")
@@ -140,6 +148,7 @@ class CpuLinear:
             kernels=self.kernels,
             threads=self.threads,
             scratch=self.scratch,
+            rounds_inputs=rounds_inputs,
             most_rows=self.most_rows,
             batch_invariant=self.batch_invariant,
         )

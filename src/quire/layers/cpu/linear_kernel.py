@@ -4,7 +4,8 @@ An item is taken before the one before it is done, so that memory is asked for t
 time, whichever thread multiplies them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from llvmlite import ir
 from llvmlite.ir import Value
@@ -76,41 +77,50 @@ def write_vectors(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
         _some_rows(Code(module, name, 8, isa), shape, rows, first)
     if shape.keeps(isa):
         _keep(Code(module, "keep", 7, isa), shape)
-        _rows_of_kept(Code(module, "multiply_kept", 8, isa), _rows(isa))
+        _rows_of_kept(Code(module, "multiply_kept", 8, isa), _rows(isa)[0])
     _multiply_vectors(Code(module, "multiply", 8, isa), shape)
 
 
-def _rows(isa: Isa) -> int:
-    """That share a load of weights."""
-    return 4 if isa.registers >= 32 else 1
+def _rows(isa: Isa) -> tuple[int, ...]:
+    """How many share a load of weights: the most of them first."""
+    return (4, 1) if isa.registers >= 32 else (1,)
 
 
-def row_forms(at_once: int) -> Iterator[tuple[str, int, bool]]:
+def row_forms(sizes: Sequence[int], *, name: str = "multiply") -> Iterator[tuple[str, int, bool]]:
     """List the kernels that ``each_rows`` runs: name, number of rows, whether of the first ones."""
-    for rows in sorted({1, at_once}):
+    for rows in sizes:
         for first in (True, False):
-            yield _form_name(rows, first), rows, first
+            yield _form_name(name, rows, first), rows, first
 
 
-def _form_name(rows: int, first: bool) -> str:
-    return f"multiply_{rows}" + "_first" * first
+def _form_name(name: str, rows: int, first: bool) -> str:
+    return f"{name}_{rows}" + "_first" * first
 
 
 def each_rows(
-    code: Code, num_rows: Int, at_once: int, arguments: Callable[[Int], tuple[Int, ...]]
+    code: Code,
+    num_rows: Int,
+    sizes: Sequence[int],
+    arguments: Callable[[Int], tuple[Int, ...]],
+    *,
+    name: str = "multiply",
 ) -> None:
-    """Run the kernels of ``row_forms`` over all rows, with their arguments from a row on."""
+    """Run the kernels of ``row_forms`` over all rows, with their arguments from a row on.
+
+    ``sizes`` are the numbers of rows that one of them takes: the largest first, 1 the last.
+    """
 
     def several(r: Int, rows: int) -> None:
         def run(first: bool) -> None:
-            code.run(_form_name(rows, first), *arguments(r))
+            code.run(_form_name(name, rows, first), *arguments(r))
 
         code.either(r.equals(0), lambda: run(True), lambda: run(False))
 
-    full = num_rows // at_once * at_once
-    if at_once > 1:
-        code.each(full, lambda r: several(r, at_once), step=at_once)
-    code.each(num_rows, lambda r: several(r, 1), start=full if at_once > 1 else 0)
+    done = code.whole(0)
+    for rows in sizes:
+        stop = num_rows if rows == 1 else done + (num_rows - done) // rows * rows
+        code.each(stop, partial(several, rows=rows), step=rows, start=done)
+        done = stop
 
 
 def _pack_for_vectors(code: Code, shape: ProductShape) -> None:
@@ -207,7 +217,7 @@ def _multiply_vectors(code: Code, shape: ProductShape) -> None:
                     start, steps - start - count, parts + r * PARTS_BYTES, sums_of(r),
                 )  # fmt: skip
 
-            code.each(num_rows, rows_of_kept, step=_rows(code.isa))
+            code.each(num_rows, rows_of_kept, step=_rows(code.isa)[0])
 
         code.either(
             num_rows >= KEPT_ROWS,

@@ -11,6 +11,7 @@ floats. In both ways a row's sums are added up in the same order, however many r
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from llvmlite import ir
 from llvmlite.ir import Value
@@ -160,20 +161,58 @@ def _of_digits(code: Code, sums: list[Value]) -> Value:
 # -- products --------------------------------------------------------------------------------------
 
 
-def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool) -> None:
-    """(records, their number, x, its row bytes, notes, their row bytes, sums, end, gap).
+class _Asking:
+    """Asks memory for what comes next, which is ``gap`` farther on from ``end`` on."""
 
-    The ``first`` rows ask memory for what comes next, which is ``gap`` farther on from ``end`` on.
+    def __init__(self, code: Code, end: Int, gap: Int) -> None:
+        self._code, self._end, self._gap = code, end, gap
+
+    def __call__(self, place: Int, nbytes: int) -> None:
+        """For what a reader of ``nbytes`` at a place will read."""
+        code, ahead = self._code, place + _AHEAD_BYTES
+        code.prefetch(code.choose(ahead < self._end, ahead, ahead + self._gap), nbytes)
+
+
+def _write_keep(code: Code, shape: PackedShape) -> None:
+    """(records, their number, kept, end, gap): codes of some records become bytes without a sign.
+
+    Kept are, for each group, [group_size / 4][4 panels][16 outputs][4 inputs].
     """
-    records, count, x, x_row, notes, notes_row, sums, end, gap = code.params
+    records, count, kept, end, gap = code.params
+    form = shape.form
+    step_bytes, ask = BLOCK * STEP * form.bits // 8, _Asking(code, end, gap)
+
+    def group(g: Int) -> None:
+        record = records + g * form.record_bytes
+
+        def step(k: Int) -> None:
+            codes = record + k * (step_bytes // STEP)
+            to = kept + (g * form.group_size + k) * BLOCK
+            ask(codes, step_bytes)
+            for p in range(PANELS):
+                for half, value in enumerate(_bytes_of(code, shape, codes, p)):
+                    code.write(value, to + (half * PANELS + p) * LINE_BYTES)
+
+        code.each(form.group_size, step, step=STEP)
+        ask(record + form.codes_bytes, form.record_bytes - form.codes_bytes)
+
+    code.each(count, group)
+    code.end()
+
+
+def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool, kept: bool) -> None:
+    """(records, their number, kept, x, its row bytes, notes, their row bytes, sums, end, gap).
+
+    The ``first`` rows ask memory for what comes next, where codes are not ``kept``.
+    """
+    records, count, kept_codes, x, x_row, notes, notes_row, sums, end, gap = code.params
     form, isa = shape.form, code.isa
     digits = shape.digits(isa)
-    step_bytes = BLOCK * STEP * form.bits // 8
+    step_bytes, asking = BLOCK * STEP * form.bits // 8, _Asking(code, end, gap)
 
     def ask(place: Int, nbytes: int) -> None:
-        if first:
-            ahead = place + _AHEAD_BYTES
-            code.prefetch(code.choose(ahead < end, ahead, ahead + gap), nbytes)
+        if first and not kept:
+            asking(place, nbytes)
 
     def group(g: Int) -> None:
         record = records + g * form.record_bytes
@@ -184,39 +223,49 @@ def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool) -> 
                 code.splat(code.read(note[r] + d * 4, I32))
                 for _ in range(PANELS) for r in range(rows) for d in range(digits)
             ]  # fmt: skip
-            add = _add_bytes
         else:
             begin = [code.floats(0.0)] * (PANELS * rows)
-            add = _add_floats
 
         def step(k: Int, totals: list[Value]) -> list[Value]:
             codes = record + k * (step_bytes // STEP)
             ask(codes, step_bytes)
-            return add(code, shape, codes, inputs, k, totals)
+            if not digits:
+                return _add_floats(code, shape, codes, inputs, k, totals)
+            if kept:
+                codes = kept_codes + (g * form.group_size + k) * BLOCK
+            return _add_bytes(code, shape, codes, inputs, k, totals, kept)
 
         totals = code.loop(form.group_size, begin, step, step=STEP)
         scales = record + form.codes_bytes
         ask(scales, form.record_bytes - form.codes_bytes)
-        for p in range(PANELS):
-            scale, zero = _scale_and_zero(code, shape, scales, p)
-            if zero is not None:
-                zero = code.b.fsub(code.floats(0.0), zero)
-            for r in range(rows):
-                at = p * rows + r
-                if digits:
-                    own = totals[at * digits : (at + 1) * digits]
-                    value = _of_digits(code, [code.b.sitofp(each, FLOATS) for each in own])
-                    value = code.b.fmul(value, code.splat(code.read(note[r] + digits * 4, F32)))
-                    of_inputs = note[r] + (digits * 4 + 4)
-                else:
-                    value, of_inputs = totals[at], note[r]
-                if zero is not None:
-                    value = code.fma(zero, code.splat(code.read(of_inputs, F32)), value)
-                place = sums + r * SUMS_BYTES + p * LINE_BYTES
-                code.store(code.fma(scale, value, code.load(place)), place)
+        _add_group(code, shape, totals, scales, note, sums)
 
     code.each(count, group)
     code.end()
+
+
+def _add_group(
+    code: Code, shape: PackedShape, totals: list[Value], scales: Int, note: list[Int], sums: Int
+) -> None:
+    """Add a group's totals, times its scales and the inputs' own, to the rows' sums."""
+    digits, rows = shape.digits(code.isa), len(note)
+    for p in range(PANELS):
+        scale, zero = _scale_and_zero(code, shape, scales, p)
+        if zero is not None:
+            zero = code.b.fsub(code.floats(0.0), zero)
+        for r in range(rows):
+            at = p * rows + r
+            if digits:
+                own = totals[at * digits : (at + 1) * digits]
+                value = _of_digits(code, [code.b.sitofp(each, FLOATS) for each in own])
+                value = code.b.fmul(value, code.splat(code.read(note[r] + digits * 4, F32)))
+                of_inputs = note[r] + (digits * 4 + 4)
+            else:
+                value, of_inputs = totals[at], note[r]
+            if zero is not None:
+                value = code.fma(zero, code.splat(code.read(of_inputs, F32)), value)
+            place = sums + r * SUMS_BYTES + p * LINE_BYTES
+            code.store(code.fma(scale, value, code.load(place)), place)
 
 
 def _scale_and_zero(
@@ -232,12 +281,19 @@ def _scale_and_zero(
 
 
 def _add_bytes(
-    code: Code, shape: PackedShape, codes: Int, inputs: list[Int], k: Int, totals: list[Value]
+    code: Code,
+    shape: PackedShape,
+    codes: Int,
+    inputs: list[Int],
+    k: Int,
+    totals: list[Value],
+    kept: bool,
 ) -> list[Value]:
     """Eight inputs of a block's outputs, as sums of bytes."""
     digits, size = shape.digits(code.isa), shape.form.group_size
     found, rows = list(totals), len(inputs)
-    weights = [_bytes_of(code, shape, codes, p) for p in range(PANELS)]
+    read = _kept_bytes if kept else partial(_bytes_of, shape=shape)
+    weights = [read(code, codes=codes, panel=p) for p in range(PANELS)]
     for half in range(2):
         for r, row in enumerate(inputs):
             for d in range(digits):
@@ -247,6 +303,10 @@ def _add_bytes(
                     at = (p * rows + r) * digits + d
                     found[at] = code.dot_bytes(found[at], weights[p][half], given)
     return found
+
+
+def _kept_bytes(code: Code, codes: Int, panel: int) -> list[Value]:
+    return [code.read(codes + (half * PANELS + panel) * LINE_BYTES, INTS) for half in range(2)]
 
 
 def _bytes_of(code: Code, shape: PackedShape, codes: Int, panel: int) -> list[Value]:
@@ -306,30 +366,44 @@ def _floats_of(code: Code, shape: PackedShape, codes: Int, panel: int) -> list[t
 
 
 def _write_multiply(code: Code, shape: PackedShape) -> None:
-    """(records, groups, x, notes, rows, sums, end, gap): the sums of a block."""
-    records, num_groups, x, notes, num_rows, sums, end, gap = code.params
+    """(records, groups, x, notes, rows, sums, room for kept codes, end, gap): a block's sums."""
+    records, num_groups, x, notes, num_rows, sums, room, end, gap = code.params
     x_row = num_groups * shape.group_bytes(code.isa)
     notes_row = num_groups * shape.notes_bytes(code.isa)
-    some = max(1, _TILE_BYTES // shape.form.record_bytes)
     code.each(
         num_rows * SUMS_BYTES, lambda n: code.store(code.floats(0.0), sums + n), step=LINE_BYTES
     )
 
-    def tile(start: Int) -> None:
+    def tile(start: Int, some: int, kept: bool) -> None:
         count = (num_groups - start).at_most(some)
+        here = records + start * shape.form.record_bytes
 
         def arguments(r: Int) -> tuple[Int, ...]:
             return (
-                records + start * shape.form.record_bytes, count,
+                here, count, room,
                 x + r * x_row + start * shape.group_bytes(code.isa), x_row,
                 notes + r * notes_row + start * shape.notes_bytes(code.isa), notes_row,
                 sums + r * SUMS_BYTES, end, gap,
             )  # fmt: skip
 
-        each_rows(code, num_rows, shape.rows(code.isa), arguments)
+        if kept:
+            code.run("keep", here, count, room, end, gap)
+        each_rows(code, num_rows, shape.rows(code.isa), arguments, name=_name(kept))
 
-    code.each(num_groups, tile, step=some)
+    def tiles(some: int, kept: bool) -> None:
+        code.each(num_groups, partial(tile, some=some, kept=kept), step=some)
+
+    as_they_lie = max(1, _TILE_BYTES // shape.form.record_bytes)
+    if shape.digits(code.isa):
+        many = num_rows >= shape.worth_keeping
+        code.either(many, lambda: tiles(shape.kept_groups, True), lambda: tiles(as_they_lie, False))
+    else:
+        tiles(as_they_lie, False)
     code.end()
+
+
+def _name(kept: bool) -> str:
+    return "multiply_kept" if kept else "multiply"
 
 
 # -- outputs ---------------------------------------------------------------------------------------
@@ -382,9 +456,12 @@ def _write_finish(code: Code, shape: PackedShape) -> None:
 def write_worker(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
     """Add "work" and all that it needs to a module. Its parameter is a frame's address."""
     _write_pack(Code(module, "pack", 8, isa), shape)
-    for name, rows, first in row_forms(shape.rows(isa)):
-        _write_some_rows(Code(module, name, 9, isa), shape, rows, first)
-    _write_multiply(Code(module, "multiply", 8, isa), shape)
+    for kept in (False, True) if shape.digits(isa) else (False,):
+        for name, rows, first in row_forms(shape.rows(isa), name=_name(kept)):
+            _write_some_rows(Code(module, name, 10, isa), shape, rows, first, kept)
+    if shape.digits(isa):
+        _write_keep(Code(module, "keep", 5, isa), shape)
+    _write_multiply(Code(module, "multiply", 9, isa), shape)
     _write_finish(Code(module, "finish", 9, isa), shape)
     _write_work(Code(module, "work", 1, isa), shape)
 
@@ -400,7 +477,8 @@ def _write_work(code: Code, shape: PackedShape) -> None:
     room = call["scratch"] + number * call["scratch_bytes"]
     sums = room + LINE_BYTES
     others = sums + call["num_rows"] * SUMS_BYTES
-    inputs = others + call["num_rows"] * SUMS_BYTES
+    kept = others + call["num_rows"] * SUMS_BYTES
+    inputs = kept + shape.kept_bytes
     notes = inputs + call["num_rows"] * call["num_groups"] * shape.group_bytes(code.isa)
     code.run(
         "pack", call["x"], call["x_row"], call["num_rows"], call["num_inputs"],
@@ -418,7 +496,7 @@ def _write_work(code: Code, shape: PackedShape) -> None:
 
     def multiply(begin: Int, to: Int, end: Int, following: Int) -> None:
         code.run(
-            "multiply", begin, call["num_groups"], inputs, notes, call["num_rows"], to, end,
+            "multiply", begin, call["num_groups"], inputs, notes, call["num_rows"], to, kept, end,
             following - end,
         )  # fmt: skip
 

@@ -47,13 +47,16 @@ def unsupported(weights: Sequence[PackedWeight]) -> str | None:
     return None
 
 
-def usual_rows(isa: Isa, dtype: torch.dtype) -> int:
+def usual_rows(isa: Isa, dtype: torch.dtype, *, rounds_inputs: bool = False) -> int:
     """Return the most rows that are multiplied with codes, and not with numbers by torch.
 
     Measured on two cores with AVX-512 VNNI and without bfloat16: inputs of two bytes are 1.7 times
     as fast as torch's floats there. Where a CPU multiplies bfloat16 itself torch is much faster,
-    and fewer is a guess.
+    and fewer is a guess. So is that inputs of one byte are faster than pairs of bfloat16, of which
+    a CPU multiplies half as many at once; tiles multiply more.
     """
+    if rounds_inputs and isa.byte_dot and not isa.amx:
+        return sys.maxsize
     if _is_fast_in_16_bits(isa, dtype):
         return _MOST_ROWS // 4
     return sys.maxsize if isa.byte_dot and dtype != torch.float32 else _MOST_ROWS
@@ -77,6 +80,7 @@ class PackedProduct:
         kernels: Kernels,
         threads: Threads,
         scratch: Scratch,
+        rounds_inputs: bool = False,  # to 8 bits, where the CPU multiplies bytes
         most_rows: int | None,  # None: as measured
         batch_invariant: bool = False,  # torch never multiplies, and ``most_rows`` go at a time
     ) -> None:
@@ -93,8 +97,12 @@ class PackedProduct:
         # A gate's outputs come with those that it gates.
         self._outs = 1 if activation else len(weights)
         form = weights[0].form
-        self._shape = PackedShape(kind=KINDS[dtype], form=form, activation=activation)
-        usual = usual_rows(self._isa, dtype) if most_rows is None else most_rows
+        self._shape = PackedShape(
+            kind=KINDS[dtype], form=form, activation=activation, rounds_inputs=rounds_inputs
+        )
+        usual = most_rows
+        if usual is None:
+            usual = usual_rows(self._isa, dtype, rounds_inputs=rounds_inputs)
         self.most_rows = sys.maxsize if batch_invariant else usual
         self._at_once = _MOST_ROWS if most_rows is None else most_rows
         self._work = kernels.address(
