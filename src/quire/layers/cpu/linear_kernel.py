@@ -83,7 +83,7 @@ def write_vectors(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
 
 def _rows(isa: Isa) -> tuple[int, ...]:
     """How many share a load of weights: the most of them first."""
-    return (4, 1) if isa.registers >= 32 else (1,)
+    return (4, 2, 1) if isa.registers >= 32 else (1,)
 
 
 def row_forms(sizes: Sequence[int], *, name: str = "multiply") -> Iterator[tuple[str, int, bool]]:
