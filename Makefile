@@ -34,16 +34,16 @@ demo: $(READY) ## the shipped model's text and memory with each of the four stra
 	@$(BIN)/quire compare
 
 test: $(READY) ## run the tests, in as many processes as there are cores
-	@$(BIN)/pytest --workers cores
+	@$(BIN)/pytest -n logical --dist loadfile
 
 test-all: $(READY) ## the tests, and the whole of what they sample: minutes for attention on each instruction set
-	@$(BIN)/pytest --workers cores -m "not ray"
+	@$(BIN)/pytest -n logical --dist loadfile -m "not ray"
 
 test-gpu: $(if $(VENV),$(READY)) ## what a GPU can be tested with (installing nothing: make test-gpu VENV= PYTHON=python3)
 	@$(GPU_PYTHON) -m benchmarks.gpu.run --checks $(if $(ONLY),--only $(ONLY)) $(OPTIONS)
 
 test-triton: $(READY) triton-3.6 ## each kernel compiled for a GPU that is not here, by Triton 3.6 too
-	@$(BIN)/pytest --workers 2 -m "" tests/attention/triton/test_triton_compiled.py -k hopper
+	@$(BIN)/pytest -n 2 --dist load -m "" tests/attention/triton/test_triton_compiled.py -k hopper
 
 triton-3.6: $(READY)
 	@test -d $(OTHER_TRITON)/triton || $(INSTALL) --no-deps --target $(OTHER_TRITON) triton==3.6.0 || \

@@ -1,17 +1,15 @@
 """How every test runs: one thread, offline, seeded, and in CI with the same examples each time."""
 
+import atexit
 import gc
 import logging
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-
-import workers  # before torch, so that what it does at the end comes last
 
 # Before torch and Transformers are imported, and inherited by processes that tests start. Tiny
 # models lose on two threads: where both cores were busy, generate() took 19-23 s against 0.7-1.2 s.
@@ -23,7 +21,10 @@ os.environ["QUIRE_CACHE_DIR"] = str(
     Path(tempfile.gettempdir()) / f"quire-kernels-of-tests-{os.getuid()}"
 )
 
-if gc.isenabled():
+# A worker has told all that it found when it ends: to take the libraries apart takes seconds. What
+# other modules do at the end comes before this.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)
     gc.disable()  # what imports make, stays
 
 import numpy as np
@@ -48,7 +49,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="where suites marked `device` run: cpu, cuda, cuda:1 (make test-gpu), emulated",
     )
-    workers.add_option(parser)
     for option, suites in (("--strategy", "accounting and storage"), ("--provider", "memory")):
         parser.addoption(
             option,
@@ -110,16 +110,6 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_finish() -> None:
     _keep_what_is_there()
-
-
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    if session.config.option.workers > 1 and "forks" in sys.modules:
-        sys.modules["forks"].begin()  # one for all of them
-    return workers.run_all(session)
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    workers.note_end(session, exitstatus)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -54,15 +54,17 @@ class Fork:
 
 
 class ForkServer:
-    """One that forks for this process: a fork itself of the one that has imported the libraries."""
+    """The process that has imported the libraries; it ends with the process that started it."""
 
-    def __init__(self, address: str | bytes) -> None:
+    def __init__(self) -> None:
         self.told = threading.Condition()
         self._forks: dict[int, Fork] = {}
         self._started: list[int] = []
         self._one_at_a_time = threading.Lock()
-        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.connect(address)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def start(
@@ -89,6 +91,7 @@ class ForkServer:
 
     def close(self) -> None:
         self._control.shutdown(socket.SHUT_RDWR)  # to close it is unnoticed while it is read
+        self._process.wait()
         self._control.close()
 
     def _listen(self) -> None:
@@ -108,34 +111,9 @@ class ForkServer:
 
 
 @cache
-def begin() -> str | bytes:
-    """Start the process that imports the libraries, for this one and its forks: return its address.
-
-    It ends when all of them have ended.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind("")  # Linux finds a name
-    listener.listen()
-    awaited, ended = os.pipe()  # the end that these processes hold is closed by their end
-    files = [listener.fileno(), awaited]
-    process = subprocess.Popen([sys.executable, __file__, *map(str, files)], pass_fds=files)
-    os.close(awaited)
-    address: str | bytes = listener.getsockname()
-    listener.close()
-    begun_by = os.getpid()
-
-    def end() -> None:
-        os.close(ended)
-        if os.getpid() == begun_by:
-            process.wait()
-
-    atexit.register(end)
-    return address
-
-
-@cache
-def _server_of(pid: int) -> ForkServer:
-    server = ForkServer(begin())
+def _server() -> ForkServer:
+    """Return this process's own, which is started on first use."""
+    server = ForkServer()
     atexit.register(server.close)
     return server
 
@@ -154,7 +132,7 @@ def start(
     One that ``leaves`` is no more as soon as ``code`` has ended, without the interpreter's end.
     """
     if sys.platform == "linux":
-        return _server_of(os.getpid()).start(
+        return _server().start(
             code, *args, stdout=stdout, stderr=stderr, env=env, cwd=cwd, leaves=leaves
         )
     command = [sys.executable, "-c", code, *args]
@@ -204,18 +182,6 @@ def _text(file: IO[str]) -> str:
 
 
 # -- in the process that forks ---------------------------------------------------------------------
-
-
-def _next_control(listener: socket.socket, awaited: int) -> socket.socket:
-    """Fork for each process that asks: returns what it asks by, in a fork. Ends with the last."""
-    while awaited not in select.select([listener, awaited], [], [])[0]:
-        control, _ = listener.accept()
-        if not os.fork():
-            listener.close()
-            os.close(awaited)
-            return control
-        control.close()
-    os._exit(0)  # to take the libraries apart takes a second
 
 
 def _next_job(control: socket.socket) -> dict[str, Any] | None:
@@ -284,13 +250,11 @@ def _run(code: CodeType, *, leaves: bool) -> None:
 
 if __name__ == "__main__":
     _import_libraries()
-    listens, awaits = map(int, sys.argv[1:])
-    job = _next_job(_next_control(socket.socket(fileno=listens), awaits))
-    if job is None:
-        os._exit(0)
-    os.environ.clear()
-    os.environ.update(job["env"])
-    os.chdir(job["cwd"])
-    sys.argv = ["-c", *job["args"]]
-    del sys.path[0]  # this folder
-    _run(compile(job["code"], "<string>", "exec"), leaves=job["leaves"])
+    job = _next_job(socket.socket(fileno=int(sys.argv[1])))
+    if job is not None:
+        os.environ.clear()
+        os.environ.update(job["env"])
+        os.chdir(job["cwd"])
+        sys.argv = ["-c", *job["args"]]
+        del sys.path[0]  # this folder
+        _run(compile(job["code"], "<string>", "exec"), leaves=job["leaves"])

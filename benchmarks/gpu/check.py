@@ -22,7 +22,7 @@ def check(asked: dict[str, Any]) -> int:
         marked += " and not full"
     options = ["--device", "emulated" if asked["emulated"] else "cuda", "-m", marked]
     # Other releases warn of other things; what they compute is what counts here.
-    options += ["-W", "default", "-p", "no:cacheprovider", "-s", "-q"]
+    options += ["-W", "default", "-p", "no:cacheprovider", "-p", "no:xdist", "-s", "-q"]
     options += ["--no-header", "--no-summary", "--continue-on-collection-errors"]
     options += ["-k", part.select] if part.select else []
     files = [str(ROOT / "tests" / name) for name in part.files]
