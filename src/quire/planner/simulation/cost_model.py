@@ -95,7 +95,7 @@ class Reach:
 FEW_TOKENS, SOME_TOKENS = 8, 64
 # On a CPU a step of few tokens is played by the recorded pass of the next larger size, and takes as
 # long as that; a step of more tokens runs the model's own Python.
-RECORDED_SIZES = (1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), 80, 96, 112, 128)
+RECORDED_SIZES: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), 80, 96, 112, 128)
 RECORDED_TOKENS = RECORDED_SIZES[-1]
 
 
