@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.told import Prompt
-from planner.fleets import CACHES, FULL, WINDOW, fleet_of, request, spec_of
+from planner.fleets import CACHES, COSTS, FULL, WINDOW, fleet_of, request, spec_of
 from quire.engine.scheduling import headroom
 from quire.fleet.placement import Load
 from quire.planner.simulation.result import Goals, SimulationResult
 from quire.planner.simulation.routing import ROUTES
-from quire.planner.simulation.simulated_engine import prompt_of
+from quire.planner.simulation.simulated_engine import prices_of, prompt_of
 from quire.planner.simulation.simulator import make_replica, router_of, simulate
 from quire.traces import TraceRequest
 
@@ -183,6 +183,22 @@ def test_a_router_hears_of_a_cache_after_a_delay(delay_s: float, is_known: bool)
     router.line(1).tell_blocks(0.0, told)
     router.line(1).tell_load(-delay_s, Load(num_running=1))
     assert router.choose(asked, 0) == (1 if is_known else 0)
+
+
+def test_a_replica_that_got_no_request_tells_how_fast_it_is() -> None:
+    """Else the router guesses, and may never find out that its guess is too slow."""
+    fleet = fleet_of(num_replicas=2, routing="prefix-aware")
+    router = router_of(fleet)
+    assert router is not None
+    told: list[Load] = []
+    line = router.line(1)
+    replica = make_replica(fleet, lambda _: None, line=line)
+    line.tell_load = lambda _, load: told.append(load)  # type: ignore[method-assign]
+    for moment_s in (0.5, 1.0):
+        replica.run_until(moment_s)
+    (load,) = told
+    assert load.num_running == 0
+    assert load.compute_s_per_token == pytest.approx(prices_of(COSTS, 96).token_s)
 
 
 @pytest.mark.parametrize("cache", ["contiguous", "paged-without-caching"])

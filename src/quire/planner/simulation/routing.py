@@ -221,11 +221,6 @@ class RouterLine:
     def hears_of_blocks(self) -> bool:
         return self._router.hears_of_blocks
 
-    @property
-    def weighs_loads(self) -> bool:
-        """Return whether the router weighs loads to have prompts computed apart."""
-        return self._router.prefills_apart
-
     def tell_blocks(self, at_s: float, events: Sequence[BlockEvent]) -> None:
         """Tell of blocks that the cache has gained and lost."""
         if events:

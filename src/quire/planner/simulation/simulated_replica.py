@@ -311,7 +311,7 @@ class SimulatedReplica:
             self._note()
             if self.line is not None:
                 self._tell(self.line)
-        if self.line is not None and self.line.weighs_loads:
+        if self.line is not None:
             self._tell_idle(self.line)
 
     def step(self) -> None:
