@@ -36,6 +36,7 @@ from quire.engine.event_format import (
     block_name,
     decode_batch,
 )
+from quire.engine.sequence import Sequence
 from quire.fleet.placement import PrefixAware
 from quire.fleet.prefix_directory import PrefixDirectory, PromptTokens
 from quire.kv import NO_KEYS
@@ -313,11 +314,19 @@ def hits(
         for request in islice(open_trace(str(trace)), num_requests):
             yield replace(request, at_s=request.at_s / rate)
 
-    result = simulate(paced(), fleet(num_replicas, routing, policy, memory))
+    replicas = fleet(num_replicas, routing, policy, memory)
+    computed = [0] * replicas.num_replicas
+
+    def ended(place: int, sequence: Sequence) -> None:
+        computed[place] += sequence.num_prompt_tokens - sequence.num_cached_tokens
+
+    result = simulate(paced(), replicas, ended=ended)
     return {
         "replicas": num_replicas,
         "routing": routing,
         "hit_rate": result.hit_rate,
+        "num_used": sum(each > 0 for each in computed),
+        "busiest": max(computed) * len(computed) / sum(computed),
         "ttft_s": result.latencies["ttft_s"],
     }
 
@@ -454,13 +463,26 @@ def _hits(
                     "one cache and engine" if routing == "one" else routing,
                     f"{found['hit_rate']:.2%}",
                     f"{share:.3f}",
+                    f"{found['num_used']}",
+                    f"{found['busiest']:.2f}",
                     *(f"{ttft[part]:.2f}" for part in ("mean", "p50", "p99")),
                 ]
             )
             if routing == "prefix-aware":
                 held = {"claim": f"hit share, {each} replicas, {policy}", "ours": round(share, 3)}
                 claims.append({**held, "goal": GOAL_SHARE, "holds": share >= GOAL_SHARE})
-    columns = ("replicas", "policy", "routing", "found", "of one", "TTFT mean, s", "p50", "p99")
+    columns = (
+        "replicas",
+        "policy",
+        "routing",
+        "found",
+        "of one",
+        "caches used",
+        "computed at the busiest, of the mean",
+        "TTFT mean, s",
+        "p50",
+        "p99",
+    )
     title = f"Prompt tokens found, Mooncake's conversations, {num:,} requests at {rate:g} ×"
     if memory != 1.0:
         title += f", caches {memory:g} ×"

@@ -1,11 +1,22 @@
 """Where requests go: what is found, what is queued, what was promised, and who is told of it."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.told import KEY, Prompt, groups_of, on_the_wire
-from quire.fleet.placement import LeastLoaded, Load, Placement, PrefixAware, RoundRobin
+from quire.fleet.placement import (
+    _NEW_TOKENS,
+    LeastLoaded,
+    Load,
+    Loads,
+    Placed,
+    Placement,
+    PrefixAware,
+    RoundRobin,
+)
 from quire.fleet.prefix_directory import PrefixDirectory
 from quire.kv import PrefixKeys
 
@@ -118,6 +129,47 @@ def test_a_prefix_that_is_gone_draws_its_prompt_where_it_was_sent() -> None:
     world.placement.forget(first.replica)
     world.placement.report(first.replica, busy)
     assert world.place(LONG[:200]).replica != first.replica
+
+
+def one_after_the_other(world: World, num: int, names: tuple[str, ...]) -> Counter[str]:
+    """Place prompts that share a block and end apart, each when the last has ended."""
+    sent = Counter[str]()
+    for n in range(num):
+        prompt = (*range(SIZE), *range(1000 * n + 1000, 1000 * n + 1200))
+        placed = world.place(prompt, names=names)
+        world.store(placed.replica, Prompt(prompt), len(prompt) // SIZE)
+        world.placement.report(placed.replica, Load())
+        world.placement.note_end(placed)
+        sent[placed.replica] += 1
+    return sent
+
+
+def test_prompts_that_share_little_fill_all_caches() -> None:
+    """Though no replica has anything to do: the one that has their first block is not flooded."""
+    names = tuple("abcdefgh")
+    sent = one_after_the_other(World(), 64, names)
+    assert sorted(sent) == list(names)
+    assert max(sent.values()) <= 16
+
+
+def test_a_cache_that_is_new_is_filled() -> None:
+    world = World()
+    one_after_the_other(world, 40, ("a", "b", "c"))
+    world.placement.forget("b")
+    world.placement.report("d", Load())
+    assert one_after_the_other(world, 12, ("a", "b", "c", "d")).keys() >= {"b", "d"}
+
+
+def test_what_was_computed_long_ago_counts_no_more() -> None:
+    """So many tokens as all caches hold are remembered, the latest most."""
+    loads = Loads(Clock())
+    for number, name in enumerate("a" + 40 * "b"):
+        placed = Placed(number=number, replica=name, num_prompt_tokens=100)
+        loads.note_new(placed, held_tokens=1000)
+    loads.report("b", Load())
+    of_a, of_b = loads.of(("a", "b"))[_NEW_TOKENS]
+    assert 0 < of_a < 5
+    assert 900 < of_b < 1100
 
 
 def test_a_slow_replica_is_told_by_its_own_figures() -> None:

@@ -118,13 +118,13 @@ _NEW_WEIGHT: Final = 0.05  # of one more request in the mean time that requests 
 
 
 # What a choice reads of each replica, a row of ``Loads.table`` each: the first two change with each
-# request, the others with a report.
+# request, the others with a report, but for the last, of which no report speaks.
 _QUEUED_TOKENS, _NUM_REQUESTS = 0, 1
 _COMPUTE_S, _DECODE_S, _BATCHED_TOKENS, _MAX_SEQS = 2, 3, 4, 5
 _LOAD_S: Final[Mapping[Medium, int]] = MappingProxyType(
     {medium: 6 + number for number, medium in enumerate(MEDIA)}
 )  # of a block; not a number where it is not known
-_NUM_ROWS: Final = 6 + len(MEDIA)
+_NEW_TOKENS: Final = 6 + len(MEDIA)  # that were to be computed there, lately
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ class Loads:
         self._standings: dict[str, _Standing] = {}
         self._asked: tuple[str, ...] | None = None  # the replicas of the last choice …
         self._columns: Numbers = np.zeros(0, np.int64)  # … and theirs
-        self._table = np.zeros((_NUM_ROWS, 8))
+        self._table = np.zeros((_NEW_TOKENS + 1, 8))
         self._free = list(reversed(range(8)))  # columns
 
     def of(self, replicas: Sequence[str]) -> Costs:
@@ -180,6 +180,16 @@ class Loads:
         standing.waits_for_token[placed.number] = now_s, placed.computed_tokens
         standing.runs[placed.number] = now_s
         self._add(standing, placed.computed_tokens, 1)
+
+    def note_new(self, placed: Placed, held_tokens: int) -> None:
+        """Note what a prompt adds to a cache; all caches hold ``held_tokens``.
+
+        Older notes count less: by a factor e once as much was added as is held.
+        """
+        if held_tokens:
+            new = self._table[_NEW_TOKENS]
+            new *= held_tokens / (held_tokens + placed.computed_tokens)
+            new[self._standing(placed.replica).column] += placed.computed_tokens
 
     def note_first_token(self, placed: Placed) -> bool:
         """Take a prompt off its replica's queue. Returns: whether it was on it."""
@@ -228,10 +238,11 @@ class Loads:
                 self._free = list(reversed(range(num, 2 * num)))
             standing = self._standings[replica] = _Standing(self._free.pop())
             self._take(standing.column, Load())
+            self._table[_NEW_TOKENS, standing.column] = 0.0
         return standing
 
     def _take(self, column: int, load: Load) -> None:
-        self._table[:, column] = (
+        self._table[:_NEW_TOKENS, column] = (
             load.queued_tokens,
             load.num_waiting + load.num_running,
             load.prompt_token_s,
@@ -363,6 +374,10 @@ DEFAULT_WORK_WEIGHT: Final = 9.0
 # How much less computing weighs where a prefix was sent before and is gone by now. The cache there
 # knows that it comes again and keeps it longer now; another one sees it for the first time.
 _FORMER_WEIGHT: Final = 4.0
+# How much more computing weighs where e times as much was computed lately as in the mean of the
+# replicas, and the least of that mean which a replica counts with.
+_CROWDING_WEIGHT: Final = 0.1
+_LEAST_CROWDING: Final = 0.125
 # Costs are estimates: those above the least one by so much of its time are equals.
 _EQUAL_FRACTION: Final = 0.05
 _EQUAL_S: Final = 0.001
@@ -425,6 +440,7 @@ class PrefixAware:
         weights = self._weights(
             self._former_places.find(formerly), places, num_found, len(token_ids)
         )
+        weights *= _crowding(loads[_NEW_TOKENS])
         costs, seconds = weights * compute_s + wait_s, compute_s + wait_s
         least = int(costs.argmin())
         equal = costs[least] + _EQUAL_FRACTION * seconds[least] + _EQUAL_S
@@ -440,6 +456,7 @@ class PrefixAware:
         )
         self._loads.reserve(placed)
         self._promises.add(placed, promised)
+        self._loads.note_new(placed, len(self.directory) * self.directory.block_size)
         self._former_places.add(placed.replica, formerly)
         if session is not None:
             self._sessions[session] = placed.replica
@@ -524,6 +541,19 @@ class PrefixAware:
                 lost = num * self.directory.block_size - num_found[place]
                 weights[place] -= _FORMER_WEIGHT * max(0.0, lost) / num_prompt_tokens
         return weights
+
+
+def _crowding(new_tokens: Costs) -> Costs:
+    """Return how much more computing weighs where much was computed lately (f64[n]): f64[n].
+
+    What a prompt adds to a cache takes the place of other blocks, and its own will be taken by what
+    comes next. Both cost more the sooner a cache forgets.
+    """
+    mean = new_tokens.mean()
+    if not mean:
+        return np.ones(len(new_tokens))
+    found: Costs = 1.0 + _CROWDING_WEIGHT * np.log(new_tokens / mean + _LEAST_CROWDING)
+    return found
 
 
 @final
