@@ -152,7 +152,7 @@ def plan(  # noqa: PLR0913 - flags
     quire plan Llama-3.3-70B-Instruct --device h200 --weights fp8
     quire plan ./my-model --memory 64GB --input-len 4000 --output-len 500
     quire plan Llama-3.1-8B --device h100 --kv-tier 'memory:?size=160GiB'
-    quire plan Llama-3.1-8B --device h100 --prefill-replicas 1 --tier-speed peer=25,25
+    quire plan Llama-3.1-8B --device h100 --prefill-replicas 1
     quire plan gemma-3-12b-it --device h100 --images 2x1024x768
     quire plan --validate
 

@@ -266,7 +266,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
     quire simulate conversation.jsonl --model Llama-3.1-8B --device h100
     quire simulate trace.csv --device l40s --cache contiguous,growing,paged
     quire simulate trace.jsonl --tp 8 --replicas 4 --routing prefix-aware
-    quire simulate trace.jsonl --replicas 3 --prefill-replicas 1 --tier-speed peer=25,25
+    quire simulate trace.jsonl --replicas 3 --prefill-replicas 1
     quire simulate trace.csv --calibration here.json --budget auto,vllm
     quire simulate trace.jsonl --cache paged,virtual --report out.html
     quire simulate trace.jsonl --kv-tier 'memory:?size=160GiB' \\
