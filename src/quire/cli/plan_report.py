@@ -287,7 +287,7 @@ def _first_token(found: CapacityPlan, first: FirstToken | None, source: str) -> 
         f"[dim]A prompt of {format_count(found.request.input_tokens)} tokens alone takes "
         f"{format_latency(first.seconds)} to its first token in steps of "
         f"{format_count(first.chunk_tokens)}, and {format_latency(first.better_seconds)} with "
-        f"--max-num-batched-tokens {first.better_chunk_tokens} (by {source}).[/]"
+        f"--max-num-batched-tokens {first.better_chunk_tokens} (by {escape(source)}).[/]"
     )
 
 

@@ -187,9 +187,10 @@ class Loads:
         Older notes count less: by a factor e once as much was added as is held.
         """
         if held_tokens:
+            column = self._standing(placed.replica).column  # which may make a larger table
             new = self._table[_NEW_TOKENS]
             new *= held_tokens / (held_tokens + placed.computed_tokens)
-            new[self._standing(placed.replica).column] += placed.computed_tokens
+            new[column] += placed.computed_tokens
 
     def note_first_token(self, placed: Placed) -> bool:
         """Take a prompt off its replica's queue. Returns: whether it was on it."""

@@ -195,7 +195,8 @@ def prefill_apart(
             here = at_rate(found, costs, rate / num_replicas) or whole
             kept = (1 - share) * rate / num_replicas
             first_s = share * first_s + (1 - share) * _first_together_s(found, here, kept)
-            writer = replace(writer, prompt_step_s=here.prompt_step_s)
+            longest_s = max(writer.prompt_step_s, here.prompt_step_s, writer.step_s)
+            writer = replace(writer, prompt_step_s=longest_s)
         apart = _at_rate(apart, writer, first_s, (1 - share) * writer.prompt_steps)
     return PrefillApart(
         num_replicas=num_replicas,

@@ -56,12 +56,13 @@ def at_rate(
 ) -> Saturation | None:
     """Return the steady state at a rate of typical requests; None if they are more than it does.
 
-    At least one sequence runs. Arguments: as for ``saturated``.
+    Arguments: as for ``saturated``.
     """
     answered = found.request.output_tokens
-    low, high = 1.0, _most_running(found, None, found_tokens)
-    if high < low:
+    high = _most_running(found, None, found_tokens)
+    if not high:
         return None
+    low = min(1.0, high)
     state = _steady(found, costs, high, found_tokens, besides_s)
     if state.output_tokens_per_s < requests_per_s * answered:
         return None

@@ -141,16 +141,17 @@ def test_features_are_what_seconds_adds_up() -> None:
         assert sum(terms) == pytest.approx(TRUTH.seconds(work))
 
 
-@pytest.mark.parametrize("beyond_s", [(), (*range(-1, len(RECORDED_SIZES) - 1),)])
+ALL = len(RECORDED_SIZES)
+
+
+@pytest.mark.parametrize("beyond_s", [(), tuple(n * 1e-4 for n in range(-1, ALL - 1))])
 def test_a_calibration_is_read_as_it_was_written(tmp_path: Path, beyond_s: Any) -> None:
     path, written = tmp_path / "here.json", replace(TRUTH, is_recorded=True, beyond_s=beyond_s)
     written.write(path)
     assert FittedCosts.read(path) == written
 
 
-@pytest.mark.parametrize(
-    "beyond_s", [None, [1.0], ["a"] * len(RECORDED_SIZES), [1e400] * len(RECORDED_SIZES)]
-)
+@pytest.mark.parametrize("beyond_s", [None, [1.0], ["a"] * ALL, [1e400] * ALL, [10**400] * ALL])
 def test_what_passes_take_beyond_is_checked(tmp_path: Path, beyond_s: Any) -> None:
     path = tmp_path / "here.json"
     TRUTH.write(path)
@@ -165,6 +166,26 @@ def test_what_no_calibration_wrote_is_refused(tmp_path: Path, text: str) -> None
     path = tmp_path / "wrong.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"wrong\.json"):
+        FittedCosts.read(path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"about": "x"}, "about an object"),
+        ({"is_recorded": "false"}, "is_recorded"),
+        ({"step_s": 10**400}, "step_s"),
+        ({"is_recorded": True, "beyond_s": [-1.0] * ALL}, "a step of 1 tokens"),
+        (dict.fromkeys(COEFFICIENTS, 0), "a step of 1 tokens"),
+    ],
+)
+def test_a_calibration_that_cannot_be_is_refused(
+    tmp_path: Path, wrong: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "here.json"
+    TRUTH.write(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
+    with pytest.raises(ConfigError, match=said):
         FittedCosts.read(path)
 
 

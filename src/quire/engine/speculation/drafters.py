@@ -29,7 +29,12 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
         return None
     given: Any = speculative.model
     if isinstance(given, str | Path):
-        given = load(given, device=str(target.device), dtype=config.dtype)
+        given = load(
+            given,
+            device=str(target.device),
+            dtype=config.dtype,
+            dynamic_quantization=config.dynamic_quantization,
+        )
     draft = given if isinstance(given, LoadedModel) else adopt(given)
     _refuse_other_device(draft, target)
     _refuse_recurrent_draft(draft)

@@ -8,7 +8,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import isfinite, log2
+from math import inf, log2
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, final
@@ -91,6 +91,7 @@ class Reach:
 # -- costs -----------------------------------------------------------------------------------------
 
 
+_TOO_LARGE = 1e300  # a coefficient of a file; a whole number may be larger than any float
 # Sizes of a step at which the time per token changes. A step reads the weights once for all tokens.
 FEW_TOKENS, SOME_TOKENS = 8, 64
 # On a CPU a step of few tokens is played by the recorded pass of the next larger size, and takes as
@@ -251,7 +252,7 @@ class FittedCosts:
             )
         numbers = {k: v for k, v in given.items() if k not in ("about", "is_recorded", "beyond_s")}
         for name, value in numbers.items():
-            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            if not isinstance(value, int | float) or not 0 <= value < _TOO_LARGE:
                 raise ConfigError(f"--calibration {path}: {name}={value!r} must be a number ≥ 0")
         beyond_s = given["beyond_s"]
         if not isinstance(beyond_s, list) or len(beyond_s) not in (0, len(RECORDED_SIZES)):
@@ -260,10 +261,21 @@ class FittedCosts:
                 f"numbers"
             )
         for value in beyond_s:
-            if not isinstance(value, int | float) or not isfinite(value):
+            if not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
                 raise ConfigError(f"--calibration {path}: beyond_s has {value!r}, not a number")
-        numbers |= {"is_recorded": bool(given["is_recorded"]), "beyond_s": tuple(beyond_s)}
-        return cls(**numbers, about=MappingProxyType(dict(given["about"])))
+        if not isinstance(given["is_recorded"], bool) or not isinstance(given["about"], dict):
+            raise ConfigError(
+                f"--calibration {path}: is_recorded must be true or false, and about an object"
+            )
+        numbers |= {"is_recorded": given["is_recorded"], "beyond_s": tuple(beyond_s)}
+        found = cls(**numbers, about=MappingProxyType(dict(given["about"])))
+        for size in (*RECORDED_SIZES, RECORDED_TOKENS + 1):
+            took_s = found.seconds(StepWork(size, 1, 1, float(size), float(size), 1))
+            if not 0 < took_s < inf:
+                raise ConfigError(
+                    f"--calibration {path}: a step of {size} tokens would take {took_s} seconds"
+                )
+        return found
 
 
 # The order of ``features``.

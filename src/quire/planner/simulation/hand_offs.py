@@ -112,9 +112,12 @@ class HandOffs:
             at_s = asked.answered_s + self._delay_s
             if asked.remote is not None:
                 whole_s = self._peers[prefill].whole_s(asked.remote.lease)
-                if whole_s is None:
+                if whole_s is not None:
+                    at_s = max(at_s, whole_s)
+                elif self._peers[prefill].is_open(asked.remote.lease):
                     continue
-                at_s = max(at_s, whole_s)
+                else:  # it ended before all was written: nothing of it can be had
+                    at_s, asked.remote = max(at_s, self.replicas[prefill].now_s), None
             del self._asked[prefill][number]
             goes_on = HandOff(at_s, number, asked.place, asked.request, asked.remote)
             heapq.heappush(self._due, goes_on)

@@ -69,6 +69,10 @@ class Router:
         self._clock = VirtualClock()
         self._directory = PrefixDirectory(groups, block_size)
         self._placement = ROUTES[routing](self._directory, self._clock)
+        # Taking turns is for replicas of one kind: one for both would give each kind its every
+        # other turn. What weighs loads does so for both.
+        takes_turns = isinstance(self._placement, RoundRobin)
+        self._placement_apart = RoundRobin() if takes_turns else self._placement
         self._encoder = EventEncoder(groups, block_size)
         self._names = [str(number) for number in range(num_replicas + num_prefill)]
         self._num_replicas, self._block_size = num_replicas, block_size
@@ -115,7 +119,7 @@ class Router:
         if not any(self._pays(here, int(name)) for name in others):
             self.num_prefilled["here"] += 1
             return None
-        placed = self._placement.place(prompt_of(request, number), NO_KEYS, others)
+        placed = self._placement_apart.place(prompt_of(request, number), NO_KEYS, others)
         self._apart[number] = placed, self._clock.now_s
         self._heard[int(placed.replica)].sent_tokens += placed.num_prompt_tokens
         return int(placed.replica)

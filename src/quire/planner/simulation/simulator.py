@@ -336,10 +336,11 @@ def _with_apart(
 ) -> SimulationResult:
     """Return a result with what prefill replicas did for the others.
 
-    What they found in their caches counts as found, and what they handed over does not.
+    Of a prompt that was computed apart, that counts as found which neither of both computed.
     """
     moved_tokens = sum(peer.tier.hit_tokens for peer in peers)
     own = sum(each.scheduler.statistics.prefix_hit_tokens for each in prefill)
+    asked = sum(each.scheduler.statistics.prefix_query_tokens for each in prefill)
     apart = PrefillFigures(
         num_replicas=len(prefill),
         num_prompts={each: router.num_prefilled[each] for each in ("apart", "here", "failed")},
@@ -347,7 +348,7 @@ def _with_apart(
         moved_tokens=moved_tokens,
         busy_fraction=_busy_fraction(prefill, result.duration_s),
     )
-    hits = max(0, result.prefix_hit_tokens - moved_tokens) + own
+    hits = max(0, result.prefix_hit_tokens + own - asked)
     return replace(result, prefill=apart, prefix_hit_tokens=hits)
 
 

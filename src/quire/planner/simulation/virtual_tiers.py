@@ -75,6 +75,8 @@ class VirtualPeer:
         if not num_blocks:
             return "", 0
         lease = str(next(self._numbers))
+        if not own.num_due:
+            own.whole_s = now_s
         self._leases[lease] = own
         self._reserved_bytes += own.reserved_bytes
         return lease, num_blocks
@@ -103,6 +105,10 @@ class VirtualPeer:
         """Return since when all of a lease is there; None: it is not yet, or the lease ended."""
         own = self._leases.get(lease)
         return None if own is None else own.whole_s
+
+    def is_open(self, lease: str) -> bool:
+        """Return whether a lease has not ended."""
+        return lease in self._leases
 
     def release(self, lease: str) -> None:
         """End a lease. One that has ended is passed over."""
