@@ -3,6 +3,7 @@
 import gc
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.activations import NewGELUActivation, QuickGELUActivation
 from attention.machines import kernel_folder
 from layers.products import linears
 from quire.layers.cpu import CpuLinear
+from quire.layers.cpu.packed_weight import PackedForm, quantize
 from quire.layers.fused import (
     Activations,
     FusedModule,
@@ -25,6 +27,7 @@ from quire.layers.fused import (
     Rotations,
     agrees,
 )
+from quire.layers.packed_linear import PackedLinear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -240,6 +243,27 @@ def test_a_gated_layer_for_few_rows_and_many(act: nn.Module, dtype: torch.dtype)
     for num_rows in (1, 7, 200):
         x = torch.randn(1, num_rows, 32).to(dtype)
         assert agrees(stand_in.forward(x), module(x), of_sums=True)
+
+
+@pytest.mark.parametrize(("has_tiles", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_a_gated_layer_of_rounded_inputs(has_tiles: bool, dtype: torch.dtype, scale: float) -> None:
+    """One rounding before the last product may be some steps of its inputs, also beside torch's."""
+    cpu = linears("native")
+    cpu.kernels.isa = replace(cpu.kernels.isa, amx=has_tiles)
+    finds = GatedLayers(cpu, Linears(cpu))
+    for seed in range(3):
+        module = Mlp(nn.SiLU(), scale=scale)
+        generator = torch.Generator().manual_seed(seed)
+        for name, (outputs, inputs) in {
+            "gate_proj": (256, 128), "up_proj": (256, 128), "down_proj": (128, 256),
+        }.items():  # fmt: skip
+            weight = 0.02 * torch.randn(outputs, inputs, generator=generator)
+            packed = quantize(weight, PackedForm(bits=8, group_size=128))
+            layer = PackedLinear(packed, None, dtype)
+            layer.rounds_inputs = True
+            setattr(module, name, layer)
+        assert isinstance(finds.find(module), FusedModule) == (scale == 1.0)
 
 
 def test_other_gated_layers_run_as_they_are() -> None:
