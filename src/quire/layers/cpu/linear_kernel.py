@@ -86,10 +86,12 @@ def _rows(isa: Isa) -> tuple[int, ...]:
     return (4, 2, 1) if isa.registers >= 32 else (1,)
 
 
-def row_forms(sizes: Sequence[int], *, name: str = "multiply") -> Iterator[tuple[str, int, bool]]:
+def row_forms(
+    sizes: Sequence[int], *, name: str = "multiply", has_first: bool = True
+) -> Iterator[tuple[str, int, bool]]:
     """List the kernels that ``each_rows`` runs: name, number of rows, whether of the first ones."""
     for rows in sizes:
-        for first in (True, False):
+        for first in (True, False) if has_first else (False,):
             yield _form_name(name, rows, first), rows, first
 
 
@@ -104,17 +106,22 @@ def each_rows(
     arguments: Callable[[Int], tuple[Int, ...]],
     *,
     name: str = "multiply",
+    has_first: bool = True,
 ) -> None:
     """Run the kernels of ``row_forms`` over all rows, with their arguments from a row on.
 
     ``sizes`` are the numbers of rows that one of them takes: the largest first, 1 the last.
+    ``has_first``: the first rows have kernels of their own.
     """
 
     def several(r: Int, rows: int) -> None:
         def run(first: bool) -> None:
             code.run(_form_name(name, rows, first), *arguments(r))
 
-        code.either(r.equals(0), lambda: run(True), lambda: run(False))
+        if has_first:
+            code.either(r.equals(0), lambda: run(True), lambda: run(False))
+        else:
+            run(False)
 
     done = code.whole(0)
     for rows in sizes:

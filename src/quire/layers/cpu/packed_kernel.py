@@ -203,7 +203,7 @@ def _write_keep(code: Code, shape: PackedShape) -> None:
 def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool, kept: bool) -> None:
     """(records, their number, kept, x, its row bytes, notes, their row bytes, sums, end, gap).
 
-    The ``first`` rows ask memory for what comes next, where codes are not ``kept``.
+    The ``first`` rows ask memory for what comes next; where codes are ``kept``, keeping them has.
     """
     records, count, kept_codes, x, x_row, notes, notes_row, sums, end, gap = code.params
     form, isa = shape.form, code.isa
@@ -211,7 +211,7 @@ def _write_some_rows(code: Code, shape: PackedShape, rows: int, first: bool, kep
     step_bytes, asking = BLOCK * STEP * form.bits // 8, _Asking(code, end, gap)
 
     def ask(place: Int, nbytes: int) -> None:
-        if first and not kept:
+        if first:
             asking(place, nbytes)
 
     def group(g: Int) -> None:
@@ -388,7 +388,9 @@ def _write_multiply(code: Code, shape: PackedShape) -> None:
 
         if kept:
             code.run("keep", here, count, room, end, gap)
-        each_rows(code, num_rows, shape.rows(code.isa), arguments, name=_name(kept))
+        each_rows(
+            code, num_rows, shape.rows(code.isa), arguments, name=_name(kept), has_first=not kept
+        )
 
     def tiles(some: int, kept: bool) -> None:
         code.each(num_groups, partial(tile, some=some, kept=kept), step=some)
@@ -457,7 +459,7 @@ def write_worker(module: ir.Module, shape: PackedShape, isa: Isa) -> None:
     """Add "work" and all that it needs to a module. Its parameter is a frame's address."""
     _write_pack(Code(module, "pack", 8, isa), shape)
     for kept in (False, True) if shape.digits(isa) else (False,):
-        for name, rows, first in row_forms(shape.rows(isa), name=_name(kept)):
+        for name, rows, first in row_forms(shape.rows(isa), name=_name(kept), has_first=not kept):
             _write_some_rows(Code(module, name, 10, isa), shape, rows, first, kept)
     if shape.digits(isa):
         _write_keep(Code(module, "keep", 5, isa), shape)
