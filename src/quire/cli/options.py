@@ -54,6 +54,17 @@ def in_panel(panel: str, help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel)
 
 
+_MOST_REPLICAS = 4096  # of a fleet that is computed, not run
+
+
+def require_replicas(replicas: int, prefill: int) -> None:
+    """Check the numbers of engines of a planned fleet. Raises: ConfigError."""
+    if not 1 <= replicas <= _MOST_REPLICAS:
+        raise ConfigError(f"--replicas {replicas} must be from 1 to {_MOST_REPLICAS:,}")
+    if not 0 <= prefill <= _MOST_REPLICAS:
+        raise ConfigError(f"--prefill-replicas {prefill} must be from 0 to {_MOST_REPLICAS:,}")
+
+
 class ModelCommand(HelpfulCommand):
     """A command whose one argument is a model, which ``--model`` may name too."""
 

@@ -14,7 +14,14 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from quire.cli.options import AsJson, Weights, in_panel, load_model, with_engine_options
+from quire.cli.options import (
+    AsJson,
+    Weights,
+    in_panel,
+    load_model,
+    require_replicas,
+    with_engine_options,
+)
 from quire.cli.plan_report import Speeds, as_dict, print_plan, print_table_of_models
 from quire.cli.planned_tiers import TierSizes, TierSpeeds
 from quire.config import EngineConfig
@@ -47,7 +54,6 @@ from quire.spec.tensor_parallel import rank_spec
 from quire.units import format_count, parse_bytes
 
 _HOST_PAGE_BYTES = 4096
-_MOST_REPLICAS = 4096
 _FLEET = "Fleet"
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -259,10 +265,7 @@ def _costs_of(
 
 def _refuse_fleet(replicas: int, prefill: int, rate: float | None, *, has_speed: bool) -> None:
     """Check the options of a fleet. Raises: ConfigError."""
-    if not 1 <= replicas <= _MOST_REPLICAS:
-        raise ConfigError(f"--replicas {replicas} must be from 1 to {_MOST_REPLICAS:,}")
-    if not 0 <= prefill <= _MOST_REPLICAS:
-        raise ConfigError(f"--prefill-replicas {prefill} must be from 0 to {_MOST_REPLICAS:,}")
+    require_replicas(replicas, prefill)
     if rate is not None and not 0 < rate < inf:
         raise ConfigError(f"--request-rate {rate:g} must be a number above 0")
     if not prefill and (replicas > 1 or rate is not None):

@@ -12,7 +12,14 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from rich.progress import TaskID, TextColumn
 
-from quire.cli.options import AsJson, Weights, in_panel, progress_bar, with_engine_options
+from quire.cli.options import (
+    AsJson,
+    Weights,
+    in_panel,
+    progress_bar,
+    require_replicas,
+    with_engine_options,
+)
 from quire.cli.plan import num_ranks_of, place_of
 from quire.cli.planned_tiers import TierSizes, TierSpeeds
 from quire.cli.simulate_table import Named, print_results
@@ -25,7 +32,7 @@ from quire.planner.planned_tiers import TierTable
 from quire.planner.simulation.cost_model import FittedCosts, StepCosts
 from quire.planner.simulation.result import Goals
 from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, ROUTES
-from quire.planner.simulation.simulator import Fleet, fleet_for, with_prefill
+from quire.planner.simulation.simulator import Fleet, fleet_for
 from quire.planner.simulation.simulator import simulate as run_simulation
 from quire.planner.simulation.timeline import ChromeTrace
 from quire.planner.subject import PUBLISHED, Subject, find_subject
@@ -35,7 +42,6 @@ from quire.traces.synthetic import Gamma, LogNormal, Synthetic
 from quire.units import format_bytes
 
 _MOST_DELAY_MS = 60_000
-_MOST_REPLICAS = 4096
 _LOOKED_AT = 1000  # requests of a trace, for the ids of their blocks
 
 # -- traffic ---------------------------------------------------------------------------------------
@@ -328,18 +334,12 @@ def simulate(  # noqa: PLR0913 - each is a flag
                     replace(place, max_mappings=None),
                     costs,
                     num_replicas=replicas,
+                    num_prefill=prefill_replicas,
                     routing=routing,
                     num_ranks=tp,
                     tier_table=tier_table,
                 )
-                fleet = with_prefill(
-                    replace(fleet, event_delay_s=event_delay / 1000),
-                    prefill_replicas,
-                    subject,
-                    config,
-                    num_ranks=tp,
-                    tier_table=tier_table,
-                )
+                fleet = replace(fleet, event_delay_s=event_delay / 1000)
                 label = " · ".join(filter(None, [source if len(traffic.sources) > 1 else "", name]))
                 view.begin(label)
                 requests = traffic.open(source, view.read)
@@ -493,11 +493,9 @@ def _as_told(
 
 def _refuse(replicas: int, prefill: int, tp: int, routing: str, event_delay: float) -> None:
     """Check the numbers of engines and the routing. Raises: ConfigError."""
-    for name, value, most in (("replicas", replicas, _MOST_REPLICAS), ("tp", tp, 1024)):
-        if not 1 <= value <= most:
-            raise ConfigError(f"--{name} {value} must be from 1 to {most:,}")
-    if not 0 <= prefill <= _MOST_REPLICAS:
-        raise ConfigError(f"--prefill-replicas {prefill} must be from 0 to {_MOST_REPLICAS:,}")
+    require_replicas(replicas, prefill)
+    if not 1 <= tp <= 1024:
+        raise ConfigError(f"--tp {tp} must be from 1 to 1,024")
     if routing not in ROUTES:
         raise ConfigError(f"--routing {routing!r} is unknown; known: {', '.join(ROUTES)}")
     if not 0 <= event_delay <= _MOST_DELAY_MS:

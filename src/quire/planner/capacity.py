@@ -5,7 +5,7 @@ from ``quire.engine.kv_sizing``, and bytes per sequence from the strategies' acc
 finds the options that make a plan fit.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -27,7 +27,7 @@ from quire.planner.planned_tiers import (
 )
 from quire.planner.sequence_memory import Moment, PlannedLengths, lengths, moments
 from quire.planner.subject import Subject
-from quire.spec import ModelSpec
+from quire.spec import Group, ModelSpec
 from quire.spec.tensor_parallel import rank_spec
 from quire.units import align_up, ceil_div
 
@@ -313,26 +313,10 @@ def tiers_of(found: CapacityPlan, table: TierTable | None = None) -> tuple[Plann
     ``table`` has their speeds, and sizes that addresses lack. Raises: ConfigError for tiers that
     the engine would refuse, or of unknown speed.
     """
-    config, place = found.config, found.place
-    if not config.tiers:
+    if not found.config.tiers:
         return ()
-    on_rank = found.divide(found.subject.spec, found.num_ranks)
-    ample = found.spec.bytes_for(found.needs.context_tokens)
-    sizes = sizes_of(config, on_rank, place, ample)
-    accounting = build_accounting(config.cache, found.spec, sizes)
-    require_tier_blocks(
-        config,
-        found.subject.name,
-        accounting,
-        num_ranks=found.num_ranks,
-        source_tokens=found.subject.spec.source_tokens,
-    )
-    return planned_tiers(
-        config,
-        accounting.groups,
-        block_size=found_block_size(accounting, config.block_size),
-        table=table,
-    )
+    groups, block_size = _stored_blocks(found)
+    return planned_tiers(found.config, groups, block_size=block_size, table=table)
 
 
 def peer_of(found: CapacityPlan, table: TierTable | None = None) -> PlannedTier:
@@ -340,9 +324,19 @@ def peer_of(found: CapacityPlan, table: TierTable | None = None) -> PlannedTier:
 
     Raises: ConfigError for a cache whose blocks cannot be handed to another one.
     """
-    config, place = found.config, found.place
+    groups, block_size = _stored_blocks(found, has_peers=True)
+    return planned_peer(groups, block_size=block_size, table=table)
+
+
+def _stored_blocks(found: CapacityPlan, *, has_peers: bool = False) -> tuple[Sequence[Group], int]:
+    """Return the groups of a plan's cache, and the tokens of a block that leaves its pool.
+
+    Raises: ConfigError for a cache whose blocks cannot leave it.
+    """
+    config = found.config
     on_rank = found.divide(found.subject.spec, found.num_ranks)
-    sizes = sizes_of(config, on_rank, place, found.spec.bytes_for(found.needs.context_tokens))
+    ample = found.spec.bytes_for(found.needs.context_tokens)
+    sizes = sizes_of(config, on_rank, found.place, ample)
     accounting = build_accounting(config.cache, found.spec, sizes)
     require_tier_blocks(
         config,
@@ -350,10 +344,9 @@ def peer_of(found: CapacityPlan, table: TierTable | None = None) -> PlannedTier:
         accounting,
         num_ranks=found.num_ranks,
         source_tokens=found.subject.spec.source_tokens,
-        has_peers=True,
+        has_peers=has_peers,
     )
-    block_size = found_block_size(accounting, config.block_size)
-    return planned_peer(accounting.groups, block_size=block_size, table=table)
+    return accounting.groups, found_block_size(accounting, config.block_size)
 
 
 def typical(max_model_len: int) -> PlannedLengths:

@@ -13,7 +13,7 @@ from quire.planner.planned_tiers import TierTable
 from quire.planner.prefill_apart import PrefillApart, prefill_apart
 from quire.planner.sequence_memory import PlannedLengths
 from quire.planner.simulation.result import SimulationResult
-from quire.planner.simulation.simulator import fleet_for, simulate, with_prefill
+from quire.planner.simulation.simulator import fleet_for, simulate
 from quire.planner.subject import find_subject
 from quire.traces.synthetic import Gamma, LogNormal, Synthetic
 
@@ -47,10 +47,10 @@ def simulated(found: CapacityPlan, rate: float, num_prefill: int, speed: str) ->
         GPU,
         COSTS,
         num_replicas=2 - num_prefill,
+        num_prefill=num_prefill,
         routing="least-loaded",
+        tier_table=TierTable.of((speed,), ("peer=64GiB",)),
     )
-    table = TierTable.of((speed,), ("peer=64GiB",))
-    fleet = with_prefill(fleet, num_prefill, SUBJECT, found.config, tier_table=table)
     trace = Synthetic(
         arrivals=Gamma(rate=rate, cv=1.0),
         input_tokens=LogNormal(mean_tokens=found.request.input_tokens),

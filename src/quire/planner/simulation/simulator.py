@@ -407,13 +407,14 @@ def _added(several: Iterable[dict[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def fleet_for(
+def fleet_for(  # noqa: PLR0913 - each is a choice of a fleet
     subject: Subject,
     config: EngineConfig,
     place: PlanTarget,
     costs: StepCosts,
     *,
     num_replicas: int = 1,
+    num_prefill: int = 0,
     routing: str = "round-robin",
     num_ranks: int = 1,
     tier_table: TierTable | None = None,
@@ -421,9 +422,11 @@ def fleet_for(
     """Make a fleet of a model on a machine, with caches of the size that an engine would choose.
 
     A replica has ``num_ranks`` devices. One of them is accounted, since all hold the same tokens.
+    ``num_prefill`` further replicas compute prompts for the others; ``tier_table`` has the speeds
+    of tiers and of the links to them.
 
-    Raises: ConfigError with the ledger if the budget leaves no room, or for tiers that the engine
-    would refuse.
+    Raises: ConfigError with the ledger if the budget leaves no room, or for tiers or prefill
+    replicas that the engine would refuse.
     """
     on_rank = rank_spec(subject.spec, num_ranks)
     own = rank_footprint(subject.own, num_ranks)
@@ -438,7 +441,10 @@ def fleet_for(
         accounting,
         num_ranks=num_ranks,
         source_tokens=subject.spec.source_tokens,
+        has_peers=num_prefill > 0,
     )
+    groups, block_size = accounting.groups, found_block_size(accounting, config.block_size)
+    peer = planned_peer(groups, block_size=block_size, table=tier_table) if num_prefill else None
     return Fleet(
         spec=spec,
         cache=config.cache,
@@ -453,42 +459,10 @@ def fleet_for(
         costs=costs,
         swap_bytes=config.swap_space,
         num_replicas=num_replicas,
+        num_prefill=num_prefill,
+        peer=peer,
         routing=routing,
-        tiers=planned_tiers(
-            config,
-            accounting.groups,
-            block_size=found_block_size(accounting, config.block_size),
-            table=tier_table,
-        ),
+        tiers=planned_tiers(config, groups, block_size=block_size, table=tier_table),
         tier_write=config.kv_tier_write,
         is_on_host=not on_gpu,
     )
-
-
-def with_prefill(
-    fleet: Fleet,
-    num_prefill: int,
-    subject: Subject,
-    config: EngineConfig,
-    *,
-    num_ranks: int = 1,
-    tier_table: TierTable | None = None,
-) -> Fleet:
-    """Return a fleet with so many prefill replicas besides; ``tier_table``: the speed of its links.
-
-    Raises: ConfigError for a cache whose blocks cannot be handed over.
-    """
-    if not num_prefill:
-        return fleet
-    accounting = build_accounting(fleet.cache, fleet.spec, fleet.sizes)
-    require_tier_blocks(
-        config,
-        subject.name,
-        accounting,
-        num_ranks=num_ranks,
-        source_tokens=subject.spec.source_tokens,
-        has_peers=True,
-    )
-    block_size = found_block_size(accounting, config.block_size)
-    peer = planned_peer(accounting.groups, block_size=block_size, table=tier_table)
-    return replace(fleet, num_prefill=num_prefill, peer=peer)
