@@ -99,6 +99,18 @@ def test_a_pass_of_a_size_of_its_own_takes_what_it_takes() -> None:
         assert found.costs.seconds(work) == pytest.approx(truth.seconds(work), rel=0.02), tokens
 
 
+def test_a_size_differs_only_by_what_its_kinds_have_in_common() -> None:
+    """Of four kinds of a size one was disturbed by 3 ms, and one ran quicker by nothing of note."""
+    truth = replace(TRUTH, is_recorded=True)
+    kinds = [StepWork(48, n, n, 48.0 * n, 48.0 * n, 1) for n in (2, 4, 8, 16)]
+    measured = [(work, truth.seconds(work)) for work in works(np.random.default_rng(5))]
+    measured += [(work, truth.seconds(work) + late_s) for work, late_s in zip(
+        kinds, (3e-3, 0.0, -1e-6, 0.0), strict=True
+    )]  # fmt: skip
+    at_48 = fit(measured).costs.beyond_s[RECORDED_SIZES.index(48)]
+    assert abs(at_48) < 1e-4
+
+
 def test_recorded_passes_are_of_the_sizes_that_a_fit_knows() -> None:
     from quire.models.recorded.recordings import SIZES
 

@@ -498,14 +498,16 @@ def _fit(measured: Sequence[tuple[StepWork, float]], *, is_recorded: bool) -> Fi
 def _beyond(tokens: Array, rest_s: Array) -> tuple[float, ...]:
     """Return what passes of each recorded size take beyond a fit's lines, of what it leaves over.
 
-    Kernels take rows in groups, so that a pass of four may take less time than one of three. Sizes
-    of too few kinds of steps lie between their neighbours.
+    Kernels take rows in groups, so that a pass of four may take less time than one of three. A size
+    has few kinds of steps, and one disturbed minute is in all of them: so it counts what three
+    quarters of its kinds have in common. Sizes of too few kinds lie between their neighbours.
     """
     known = [size for size in RECORDED_SIZES if (tokens == size).sum() >= _LEAST_KINDS]
     if not known:
         return (0.0,) * len(RECORDED_SIZES)
-    middles = [float(np.median(rest_s[tokens == size])) for size in known]
-    return tuple(np.interp(RECORDED_SIZES, known, middles).tolist())
+    quarters = [np.percentile(rest_s[tokens == size], (25, 75)) for size in known]
+    common = [float(max(low, 0.0) + min(high, 0.0)) for low, high in quarters]
+    return tuple(np.interp(RECORDED_SIZES, known, common).tolist())
 
 
 def _kind(work: StepWork) -> tuple[int, ...]:
