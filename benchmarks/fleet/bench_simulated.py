@@ -28,10 +28,13 @@ from rich.console import Console
 
 from benchmarks.fleet.calibration import (
     NUM_REPLICAS,
+    PROBE_ANSWER,
+    PROBE_TOKENS,
     Answer,
     ask,
     engines_costs,
     fleets_costs,
+    probe,
     serving,
 )
 from benchmarks.fleet.processes import OPTIONS
@@ -144,13 +147,16 @@ async def really(fleet: FleetEngine, trace: list[TraceRequest], seed: int) -> Fi
     )
 
 
-def _others_s() -> float:
-    """Return the seconds of processors that programs beside this one and its children took."""
+def _others_s() -> tuple[float, float]:
+    """Return the seconds of processors that programs beside this one and its children took, and
+    those that the host of this machine kept for itself.
+    """
     with Path("/proc/stat").open(encoding="utf-8") as file:
-        user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
-    all_s = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+        user, nice, system, _, _, irq, softirq, stolen, *_ = map(int, file.readline().split()[1:])
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    all_s = (user + nice + system + irq + softirq) * tick_s
     own = [os.getpid(), *(each.pid for each in multiprocessing.active_children())]
-    return all_s - sum(parent_and_cpu_s(pid)[1] for pid in own if pid is not None)
+    return all_s - sum(parent_and_cpu_s(pid)[1] for pid in own if pid is not None), stolen * tick_s
 
 
 async def _measure(
@@ -161,16 +167,25 @@ async def _measure(
     async with serving(model) as engine:
         await really(engine, next(iter(traces.values())), seed=1000)
         found: dict[str, list[tuple[Figures, Figures]]] = {name: [] for name in traces}
+        one = TraceRequest(at_s=0.0, input_tokens=PROBE_TOKENS, output_tokens=PROBE_ANSWER)
+        one_s = simulated(fleet, [one]).ttft_mean_s
         for number in range(rounds):
             for name, trace in traces.items():
-                others_s, begun_s = _others_s(), time.perf_counter()
+                probed_s = await probe(engine)
+                before, begun_s = _others_s(), time.perf_counter()
                 real = await really(engine, trace, seed=number)
-                others = (_others_s() - others_s) / (time.perf_counter() - begun_s)
-                ours = simulated(fleet, trace)
+                took_s = time.perf_counter() - begun_s
+                others, host = (
+                    (now_s - then_s) / took_s
+                    for now_s, then_s in zip(_others_s(), before, strict=True)
+                )
+                ours, probed_s = simulated(fleet, trace), probed_s + await probe(engine)
                 found[name].append((real, ours))
+                # A machine that has become slower since the calibration shows here, too.
                 console.print(
                     f"round {number + 1} of {rounds}, {name}: real {real}; simulated {ours}; "
-                    f"others took {others:.2f} of a processor",
+                    f"others took {others:.2f} of a processor, and the host {host:.2f}; "
+                    f"prompts alone took {median(probed_s) / one_s:.2f} of their simulated time",
                     soft_wrap=True,
                     highlight=False,
                 )

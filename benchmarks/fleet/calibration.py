@@ -101,6 +101,17 @@ async def ask(fleet: FleetEngine, token_ids: Sequence[int], num_tokens: int) -> 
     return Answer(sent_s=sent_s, pieces=pieces, found_tokens=found)
 
 
+PROBE_TOKENS, PROBE_ANSWER = 128, 8
+_NUM_PROBES = 4
+
+
+async def probe(fleet: FleetEngine) -> list[float]:
+    """Return the seconds to the first pieces of some prompts that are each alone."""
+    vocabulary, rng = Vocabulary(), np.random.default_rng()
+    prompts = [vocabulary.draw(rng, PROBE_TOKENS) for _ in range(_NUM_PROBES)]
+    return [(await ask(fleet, each, PROBE_ANSWER)).first_s for each in prompts]
+
+
 # -- its engines -----------------------------------------------------------------------------------
 
 

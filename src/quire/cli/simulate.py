@@ -30,9 +30,9 @@ from quire.fleet.prefix_directory import MAX_REPLICAS
 from quire.planner.hardware import named_speeds, roofline
 from quire.planner.planned_tiers import TierTable
 from quire.planner.simulation.cost_model import FittedCosts, StepCosts
-from quire.planner.simulation.door import DoorCosts
 from quire.planner.simulation.result import Goals
 from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, ROUTES
+from quire.planner.simulation.simulated_door import DoorCosts
 from quire.planner.simulation.simulator import Fleet, fleet_for
 from quire.planner.simulation.simulator import simulate as run_simulation
 from quire.planner.simulation.timeline import ChromeTrace

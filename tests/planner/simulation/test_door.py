@@ -6,7 +6,7 @@ from planner.fleets import fleet_of, request
 from planner.simulation.test_prefill import apart, busy, fleet_with
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import Latencies
-from quire.planner.simulation.door import Door, DoorCosts
+from quire.planner.simulation.simulated_door import DoorCosts, SimulatedDoor
 from quire.planner.simulation.simulator import Fleet, simulate
 from quire.traces import TraceRequest
 
@@ -35,7 +35,7 @@ def test_one_request_takes_the_door_and_its_steps() -> None:
 
 
 def test_a_door_takes_one_request_after_the_other() -> None:
-    door = Door(DoorCosts(request_s=0.02, busy_s=0.015))
+    door = SimulatedDoor(DoorCosts(request_s=0.02, busy_s=0.015))
     moments = [door.through_s(at_s, 100) for at_s in (1.0, 1.0, 1.02, 2.0)]
     assert moments == pytest.approx([1.02, 1.035, 1.05, 2.02])
 

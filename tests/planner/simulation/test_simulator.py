@@ -10,9 +10,9 @@ from fleet.told import Prompt
 from planner.fleets import CACHES, COSTS, FULL, WINDOW, fleet_of, request, spec_of
 from quire.engine.scheduling import headroom
 from quire.fleet.placement import Load
-from quire.planner.simulation.door import DoorCosts
 from quire.planner.simulation.result import Goals, SimulationResult
 from quire.planner.simulation.routing import ROUTES
+from quire.planner.simulation.simulated_door import DoorCosts
 from quire.planner.simulation.simulated_engine import prices_of, prompt_of
 from quire.planner.simulation.simulator import make_replica, router_of, simulate
 from quire.traces import TraceRequest

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from quire.engine.step_plan import StepPlan
 from quire.errors import ConfigError, RequestError
-from quire.planner.simulation.door import DoorCosts
+from quire.planner.simulation.simulated_door import DoorCosts
 from quire.spec import ChunkedAttention, Group, KeptWhole, SlidingWindow
 
 # -- the work of a step ----------------------------------------------------------------------------

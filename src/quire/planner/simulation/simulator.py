@@ -29,7 +29,6 @@ from quire.planner.planned_tiers import (
     require_tier_blocks,
 )
 from quire.planner.simulation.cost_model import StepCosts
-from quire.planner.simulation.door import Door, DoorCosts
 from quire.planner.simulation.hand_offs import HandOffs
 from quire.planner.simulation.result import (
     Goals,
@@ -40,6 +39,7 @@ from quire.planner.simulation.result import (
     TierTotals,
 )
 from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, Router, RouterLine
+from quire.planner.simulation.simulated_door import DoorCosts, SimulatedDoor
 from quire.planner.simulation.simulated_engine import VirtualClock, virtual_engine
 from quire.planner.simulation.simulated_replica import SimulatedReplica
 from quire.planner.simulation.virtual_carrier import VirtualCarrier
@@ -204,7 +204,7 @@ def simulate(
 
     replicas = [make(place, listener(place)) for place in range(fleet.num_replicas)]
     hand_offs = HandOffs(peers, make_prefill, delay_s=fleet.event_delay_s) if peers else None
-    num_requests = _Replay(replicas, router, hand_offs, Door(fleet.door)).run(trace)
+    num_requests = _Replay(replicas, router, hand_offs, SimulatedDoor(fleet.door)).run(trace)
     prefill = () if hand_offs is None else hand_offs.replicas
     end_s = max(replica.now_s for replica in (*replicas, *prefill))
     for replica in (*replicas, *prefill):
@@ -235,7 +235,7 @@ class _Replay:
     replicas: Sequence[SimulatedReplica]
     router: Router | None
     hand_offs: HandOffs | None
-    door: Door
+    door: SimulatedDoor
     on_way: list[_OnWay] = field(default_factory=list)  # a heap
 
     def run(self, trace: Iterable[TraceRequest]) -> int:

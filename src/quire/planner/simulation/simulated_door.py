@@ -18,7 +18,7 @@ class DoorCosts:
 
 
 @final
-class Door:
+class SimulatedDoor:
     """Lets requests through, in the order in which they come."""
 
     def __init__(self, costs: DoorCosts) -> None:
