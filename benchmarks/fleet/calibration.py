@@ -1,17 +1,17 @@
 """How long a fleet takes: the steps of its engines, its streams, and its door.
 
 Engines are calibrated at once, a processor each. Then a real fleet of such engines is asked: for
-streams at once, which says how much longer a step takes where its tokens are passed on; for one
-prompt at a time, twice, which says what a first token takes beside steps, and what a token costs
-that a cache does not have; and for short requests at once, which says how long the door's processor
-is busy with each. Its requests are none of those that a benchmark compares.
+streams at once, which says how much longer a step takes where its tokens are passed on; for a
+prompt at each replica, twice, which says what a first token takes beside steps, and what a token
+costs that no cache has; and for short requests at once, which says how long the door's processor is
+busy with each. Its requests are none of those that a benchmark compares.
 """
 
 import asyncio
 import multiprocessing
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -184,12 +184,12 @@ _PAUSE_S = 0.06
 async def fleets_costs(fleet: FleetEngine, costs: FittedCosts) -> FittedCosts:
     """Measure what a fleet takes beside its engines' steps, and add it to their costs."""
     run = _Runs(fleet)
-    longer_s = await run.streams(costs)
+    longer_s = _measured(await run.streams(costs))
     rows = np.array([(1.0, count) for count in longer_s])
     step_s, sample_s = _fitted(rows, longer_s)
     costs = replace(costs, step_s=costs.step_s + step_s, sample_s=costs.sample_s + sample_s)
 
-    fresh_s, again_s = await run.prompts(costs)
+    fresh_s, again_s = map(_measured, await run.prompts(costs))
     rows = np.array([(1.0, length) for length in again_s])
     door_s, door_token_s = _fitted(rows, again_s)
     # What is left for a prompt that no cache has belongs to the tokens that steps compute: a fleet
@@ -233,10 +233,17 @@ class _Runs:
     def _drawn(self, count: int, length: int) -> list[list[int]]:
         return [self._vocabulary.draw(self._rng, length) for _ in range(count)]
 
+    def _sent(self) -> Iterator[int]:
+        """Yield how many requests have ended at each replica."""
+        return (each.counts.outcomes.total() for each in self._fleet.members.values())
+
     async def _ask(self, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
+        """Ask for all at once. Returns: no answers where replicas did not get as many each."""
+        before = list(self._sent())
         answers = await asyncio.gather(*(ask(self._fleet, each, num_tokens) for each in prompts))
         await asyncio.sleep(_PAUSE_S)
-        return answers
+        each_got = {now - then for now, then in zip(self._sent(), before, strict=True)}
+        return answers if len(each_got) == 1 else []
 
     async def streams(self, costs: FittedCosts) -> dict[int, list[float]]:
         """Return how much longer steps take whose tokens are passed on, by their sequences."""
@@ -245,10 +252,10 @@ class _Runs:
             for count, own in longer_s.items():
                 prompts = self._drawn(count * NUM_REPLICAS, _STREAM_PROMPT)
                 answers = await self._ask(prompts, _STREAM_TOKENS)
-                begun_s = max(each.pieces[0][0] for each in answers)
                 context = float(count * (_STREAM_PROMPT + _STREAM_TOKENS // 2))
                 step_s = costs.seconds(StepWork(count, count, count, context, context))
-                if number >= _WARM_UPS:
+                if answers and number >= _WARM_UPS:
+                    begun_s = max(each.pieces[0][0] for each in answers)
                     own.append(mean(each.token_s(begun_s) for each in answers) - step_s)
         return longer_s
 
@@ -257,20 +264,23 @@ class _Runs:
     ) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
         """Return what first tokens take beside steps, by the prompt's length: fresh, and again.
 
-        The answer has more tokens: the first one leaves while the next is computed.
+        Each replica has one at once, as engines are calibrated at once. The answer has more tokens:
+        the first one leaves while the next is computed.
         """
         fresh_s: dict[int, list[float]] = {length: [] for length in _PROMPTS}
         again_s: dict[int, list[float]] = {length: [] for length in _PROMPTS}
         for number in range(_WARM_UPS + _ROUNDS):
-            is_warm = number >= _WARM_UPS
             for length in _PROMPTS:
-                # A warm-up sends several at once, so that each replica has one.
-                prompts = self._drawn(1 if is_warm else NUM_REPLICAS, length)
+                prompts = self._drawn(NUM_REPLICAS, length)
                 for beside_s in (fresh_s, again_s):
-                    (answer, *_) = await self._ask(prompts, _ANSWER)
-                    if is_warm:
-                        took_s = self._steps_s(costs, length, answer.found_tokens)
-                        beside_s[length].append(answer.first_s - took_s)
+                    answers = await self._ask(prompts, _ANSWER)
+                    if answers and number >= _WARM_UPS:
+                        beside_s[length].append(
+                            mean(
+                                each.first_s - self._steps_s(costs, length, each.found_tokens)
+                                for each in answers
+                            )
+                        )
         return fresh_s, again_s
 
     def _steps_s(self, costs: FittedCosts, length: int, found_tokens: int) -> float:
@@ -305,6 +315,14 @@ def _fitted(
     seconds = np.array(list(map(median, samples.values())))
     first, second = (nonnegative_least_squares(rows / scale, seconds) / scale).tolist()
     return first, second
+
+
+def _measured(samples: dict[int, list[float]]) -> dict[int, list[float]]:
+    """Return the sizes that have samples. Raises: RuntimeError where most have none."""
+    found = {size: own for size, own in samples.items() if own}
+    if 2 * len(found) < len(samples):
+        raise RuntimeError("the placement gave the replicas unlike numbers of requests: run again")
+    return found
 
 
 def _told(several: Mapping[int, list[float]]) -> dict[str, list[float]]:
