@@ -270,7 +270,7 @@ def test_a_tenant_sees_its_own_cells(seen: Seen) -> None:
     page.evaluate("(key) => sessionStorage.setItem('quire-api-key', key)", TENANTS_KEY)
     page.reload()
     page.wait_for_selector(".link.live", timeout=SHORT_MS)
-    page.fill("#max-tokens", "200")
+    page.fill("#max-tokens", "350")
     page.click("#one")
     seen.until("n('h') > 3")
     assert "others hold about 0 %" in page.inner_text("#how-many")
