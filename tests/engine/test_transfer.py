@@ -509,6 +509,7 @@ def test_an_engine_that_stops_leaves_its_hottest_blocks_to_a_peer_and_in_a_folde
                 offload(reader)._carrier._transfer.peers.values()  # type: ignore[attr-defined]
             )
         monkeypatch.setattr(OffloadPolicy, "store", lambda *_, **__: None)
+        monkeypatch.setattr("quire.engine.scheduling.offload_policy._CLOSE_S", 0.1)  # in vain
         with made(kv_transfer_config=last, kv_tier=(folder,)) as old:
             goes_on(old, None)
             old.generate(prompts([50]), ONE)
