@@ -403,8 +403,9 @@ def test_what_is_being_forgotten_is_not_found(forgotten: str, left: int, kept: K
 
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_what_comes_from_a_far_tier_goes_to_the_nearer_one_unless_it_is_wrong(
-    is_wrong: bool, kept: Kept
+    is_wrong: bool, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("quire.engine.scheduling.offload_policy._CLOSE_S", 0.1)  # in vain
     with made(kv_tier=("kept:",)) as llm:
         texts(llm)
         until(lambda: not offload(llm).has_more)

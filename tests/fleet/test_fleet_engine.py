@@ -354,7 +354,7 @@ def test_readers_that_leave_end_their_requests_there() -> None:
             async with aclosing(fleet.engine.generate(request)) as stream:
                 await anext(stream)
             waiting = asyncio.create_task(read(fleet.engine, PROMPTS[1], params))
-            await asyncio.sleep(0.1)
+            await until(lambda: sum(len(each.requests) for each in fleet.replicas) == 2)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
             await fleet.is_idle()

@@ -62,13 +62,14 @@ def test_a_server_that_is_rolled_or_killed_breaks_no_text_and_leaves_its_blocks(
     flags += ["--dtype", "float32"]  # in which other batches choose the same tokens
     begun = threading.Barrier(len(LONG) + 1)
     with running(*flags) as second, ThreadPoolExecutor(len(LONG)) as clients:
-        with running(*flags) as first:
+        with running(*flags) as first, httpx.Client(base_url=first.url, timeout=60) as late:
+            assert late.get("/health").status_code == 200  # connected, so that it asks at once
             streams = [clients.submit(answer, first.url, prompt, 120, begun) for prompt in LONG]
             begun.wait(60)
             assert re.search(r"^ *tiers +file:/", first.log, re.MULTILINE)
             first.child.send_signal(signal.SIGTERM)
             first.wait_for("told to stop")
-            refused = httpx.post(f"{first.url}/v1/completions", json=body("a", 1))
+            refused = late.post("/v1/completions", json=body("a", 1))
             assert refused.status_code == 503
             whole = [stream.result() for stream in streams]
             assert first.end() == 0
