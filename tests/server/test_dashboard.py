@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import itertools
 import json
-import time
 from typing import Any
 
 import msgspec
@@ -20,21 +19,10 @@ from quire.server.dashboard.feed import Feed
 from quire.server.dashboard.frames import FEED, About, Cells, Frame
 from quire.server.dashboard.page_routes import FILES
 from quire.server.dashboard.snapshot import MOST_CELLS, OwnCells, Picture
-from server.asking import Call, run, serving
+from server.asking import Call, Slowly, run, serving
 
 PROMPT = "def secret_of_mine(number):\n    return number\n" * 8
 FOR_LONG = SamplingParams(max_tokens=150, ignore_eos=True)
-
-
-class Slowly:
-    """Observes steps: each takes long enough to be seen, until what was to be seen has been."""
-
-    def __init__(self, pause_s: float = 0.02) -> None:
-        self.pause_s, self.has_been_seen = pause_s, False
-
-    def __call__(self, _: object) -> None:
-        if not self.has_been_seen:
-            time.sleep(self.pause_s)
 
 
 def frames_of(call: Call) -> list[Frame]:
