@@ -128,7 +128,11 @@ async def _measure(model: str | None, rounds: int, gap_s: float) -> dict[str, li
 def _simulated(model: str | None, costs: FittedCosts, gap_s: float, *, is_apart: bool) -> Taken:
     """Return what a simulated fleet takes, whose gaps are the means of each answer."""
     fleet = replace(
-        simulated_fleet(model), costs=costs, num_replicas=1 if is_apart else 2, routing=ROUTING
+        simulated_fleet(model),
+        costs=costs,
+        num_replicas=1 if is_apart else 2,
+        routing=ROUTING,
+        door=costs.door,
     )
     if is_apart:
         block_size = fleet.sizes.block_size

@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
 
 import typer
 
-from benchmarks.fleet.bench_simulated import EVENTS
+from benchmarks.fleet.calibration import EVENTS
 from benchmarks.fleet.processes import OPTIONS, replicas_of, running
 from benchmarks.harness.report import Output, Run, Table, WithClaims
 from benchmarks.harness.server import ask, free_port, post, server

@@ -2,8 +2,8 @@
 
 The real replicas are processes on a processor each (``processes.py``) behind a ``FleetEngine``
 with ``PrefixAware``, fed by events over ZeroMQ; this process is the door and the client, without
-HTTP, on the same processors. The simulated ones have the engine's own scheduler and accounting,
-and steps as long as a calibration says that two engines took which were calibrated at once.
+HTTP, on the same processors. The simulated ones have the engine's own scheduler and accounting;
+how long their steps take, and a request at the door, a calibration says (``calibration.py``).
 
     python -m benchmarks.fleet.bench_simulated --model FOLDER --calibrate fleet.json
     python -m benchmarks.fleet.bench_simulated --model FOLDER --calibration fleet.json --rounds 3
@@ -15,11 +15,9 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import Empty
 from statistics import mean, median
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
@@ -28,30 +26,31 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from benchmarks.fleet.processes import OPTIONS, replicas_of, running
+from benchmarks.fleet.calibration import (
+    NUM_REPLICAS,
+    PROBE_ANSWER,
+    PROBE_TOKENS,
+    Answer,
+    ask,
+    engines_costs,
+    fleets_costs,
+    probe,
+    serving,
+)
+from benchmarks.fleet.processes import OPTIONS
 from benchmarks.harness.report import Table, WithClaims, show
 from benchmarks.harness.server import parent_and_cpu_s
 from benchmarks.planner.real import Plenty, fleet_of
 from quire.bench.traffic import replay
-from quire.bench.workload import Vocabulary
+from quire.bench.workload import Query, Vocabulary
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import Latencies
-from quire.fleet.event_follower import ZmqFollower
 from quire.fleet.fleet_engine import FleetEngine
-from quire.fleet.placement import PrefixAware
-from quire.fleet.prefix_directory import PrefixDirectory
 from quire.planner.simulation.cost_model import FittedCosts
 from quire.planner.simulation.simulator import Fleet, simulate
-from quire.sampling_params import SamplingParams
 from quire.traces import TraceRequest
 
 GOAL = 0.10
-NUM_REPLICAS = 2
-EVENTS = {
-    "enable_kv_cache_events": True,
-    "endpoint": "tcp://127.0.0.1:0",
-    "replay_endpoint": "tcp://127.0.0.1:0",
-}
 _ID_TOKENS = 64  # of a prompt that a hash id stands for
 
 
@@ -131,40 +130,33 @@ def simulated(fleet: Fleet, trace: list[TraceRequest]) -> Figures:
 async def really(fleet: FleetEngine, trace: list[TraceRequest], seed: int) -> Figures:
     queries = replay(trace, Vocabulary(), seed=seed)
     begun_s = time.perf_counter()
-    firsts, counts, cached, ends = list[float](), list[int](), list[int](), list[float]()
 
-    async def one(query: Any) -> None:
+    async def one(query: Query) -> Answer:
         await asyncio.sleep(max(0.0, begun_s + query.at_s - time.perf_counter()))
-        sent_s = time.perf_counter()
-        params = SamplingParams(max_tokens=query.max_tokens, temperature=0.0, ignore_eos=True)
-        request, num, first_s = await fleet.request(query.token_ids, params), 0, None
-        async for delta in fleet.generate(request):
-            if first_s is None:
-                first_s = time.perf_counter() - sent_s
-                cached.append(delta.num_cached_tokens)
-            num += len(delta.token_ids)
-        assert first_s is not None
-        firsts.append(first_s)
-        counts.append(num)
-        ends.append(time.perf_counter())
+        return await ask(fleet, query.token_ids, query.max_tokens)
 
-    await asyncio.gather(*map(one, queries))
+    answers = await asyncio.gather(*map(one, queries))
     first_at_s = begun_s + min(query.at_s for query in queries)
+    firsts = [each.first_s for each in answers]
     return Figures(
-        tokens_per_s=sum(counts) / (max(ends) - first_at_s),
+        tokens_per_s=sum(each.num_tokens for each in answers)
+        / (max(each.end_s for each in answers) - first_at_s),
         ttft_mean_s=mean(firsts),
         ttft_median_s=median(firsts),
-        found_tokens=sum(cached),
+        found_tokens=sum(each.found_tokens for each in answers),
     )
 
 
-def _others_s() -> float:
-    """Return the seconds of processors that programs beside this one and its children took."""
+def _others_s() -> tuple[float, float]:
+    """Return the seconds of processors that programs beside this one and its children took, and
+    those that the host of this machine kept for itself.
+    """
     with Path("/proc/stat").open(encoding="utf-8") as file:
-        user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
-    all_s = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+        user, nice, system, _, _, irq, softirq, stolen, *_ = map(int, file.readline().split()[1:])
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    all_s = (user + nice + system + irq + softirq) * tick_s
     own = [os.getpid(), *(each.pid for each in multiprocessing.active_children())]
-    return all_s - sum(parent_and_cpu_s(pid)[1] for pid in own if pid is not None)
+    return all_s - sum(parent_and_cpu_s(pid)[1] for pid in own if pid is not None), stolen * tick_s
 
 
 async def _measure(
@@ -172,90 +164,33 @@ async def _measure(
 ) -> dict[str, list[tuple[Figures, Figures]]]:
     """(real, simulated) of each round."""
     console = Console(stderr=True)
-    with TemporaryDirectory() as folder:
-        several = [{"kv_events_config": EVENTS}] * NUM_REPLICAS
-        replicas = replicas_of(Path(folder), model, several, is_warm=True)
-        facts = await replicas[0].facts()
-        directory = PrefixDirectory(facts.groups, facts.block_size)
-        follower = ZmqFollower(directory)
-        async with running(replicas, PrefixAware(directory, seed=0), follower=follower) as engine:
-            await really(engine, next(iter(traces.values())), seed=1000)
-            found: dict[str, list[tuple[Figures, Figures]]] = {name: [] for name in traces}
-            for number in range(rounds):
-                for name, trace in traces.items():
-                    others_s, begun_s = _others_s(), time.perf_counter()
-                    real = await really(engine, trace, seed=number)
-                    others = (_others_s() - others_s) / (time.perf_counter() - begun_s)
-                    ours = simulated(fleet, trace)
-                    found[name].append((real, ours))
-                    console.print(
-                        f"round {number + 1} of {rounds}, {name}: real {real}; simulated {ours}; "
-                        f"others took {others:.2f} of a processor",
-                        soft_wrap=True,
-                        highlight=False,
-                    )
-                    await asyncio.sleep(0.5)
+    async with serving(model) as engine:
+        await really(engine, next(iter(traces.values())), seed=1000)
+        found: dict[str, list[tuple[Figures, Figures]]] = {name: [] for name in traces}
+        one = TraceRequest(at_s=0.0, input_tokens=PROBE_TOKENS, output_tokens=PROBE_ANSWER)
+        one_s = simulated(fleet, [one]).ttft_mean_s
+        for number in range(rounds):
+            for name, trace in traces.items():
+                probed_s = await probe(engine)
+                before, begun_s = _others_s(), time.perf_counter()
+                real = await really(engine, trace, seed=number)
+                took_s = time.perf_counter() - begun_s
+                others, host = (
+                    (now_s - then_s) / took_s
+                    for now_s, then_s in zip(_others_s(), before, strict=True)
+                )
+                ours, probed_s = simulated(fleet, trace), probed_s + await probe(engine)
+                found[name].append((real, ours))
+                # A machine that has become slower since the calibration shows here, too.
+                console.print(
+                    f"round {number + 1} of {rounds}, {name}: real {real}; simulated {ours}; "
+                    f"others took {others:.2f} of a processor, and the host {host:.2f}; "
+                    f"prompts alone took {median(probed_s) / one_s:.2f} of their simulated time",
+                    soft_wrap=True,
+                    highlight=False,
+                )
+                await asyncio.sleep(0.5)
     return found
-
-
-# -- how long steps take ---------------------------------------------------------------------------
-
-
-# All numbers of a cost model.
-_COEFFICIENTS = tuple(
-    each.name
-    for each in fields(FittedCosts)
-    if each.name not in ("about", "is_recorded", "beyond_s")
-)
-
-
-def _calibrate_one(processor: int, model: str | None, begins: Any, results: Any) -> None:
-    os.sched_setaffinity(0, {processor})
-    os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"] = "1", "PASSIVE"
-    from quire.bench.calibrate import calibrate
-    from quire.engine.llm import LLM
-
-    with LLM(model, gauge=Plenty(), **OPTIONS) as llm:
-        begins.wait()
-        costs = calibrate(llm, rounds=1).costs
-        results.put(replace(costs, about={}))
-
-
-def calibrated(model: str | None) -> FittedCosts:
-    """Calibrate as many engines at once as there will be replicas: means of their costs.
-
-    Raises: RuntimeError where one of them ends early.
-    """
-    context = multiprocessing.get_context("spawn")
-    begins, results = context.Barrier(NUM_REPLICAS), context.Queue()
-    processors = sorted(os.sched_getaffinity(0))
-    processes = [
-        context.Process(
-            target=_calibrate_one,
-            args=(processors[n % len(processors)], model, begins, results),
-        )
-        for n in range(NUM_REPLICAS)
-    ]
-    for process in processes:
-        process.start()
-    found: list[FittedCosts] = []
-    while len(found) < NUM_REPLICAS:
-        try:
-            found.append(results.get(timeout=1.0))
-        except Empty:
-            if any(process.exitcode for process in processes):
-                for process in processes:
-                    process.terminate()
-                raise RuntimeError("a calibration has ended early") from None
-    for process in processes:
-        process.join()
-    is_recorded = all(own.is_recorded for own in found)
-    beyond_s = zip(*(own.beyond_s for own in found), strict=True) if is_recorded else ()
-    return FittedCosts(
-        **{name: mean(getattr(own, name) for own in found) for name in _COEFFICIENTS},
-        is_recorded=is_recorded,
-        beyond_s=tuple(map(mean, beyond_s)),
-    )
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -311,7 +246,8 @@ def _print(found: dict[str, list[tuple[Figures, Figures]]]) -> None:
 def main(
     model: Annotated[str | None, typer.Option(help="A folder; default: the demo model.")] = None,
     calibrate_to: Annotated[
-        Path | None, typer.Option("--calibrate", help="Measure steps, write them there, and end.")
+        Path | None,
+        typer.Option("--calibrate", help="Measure steps and the door, write them there, and end."),
     ] = None,
     calibration: Annotated[Path | None, typer.Option(help="What --calibrate has written.")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
@@ -320,12 +256,18 @@ def main(
     with_claims: WithClaims = False,
 ) -> None:
     """Compare throughput and first bytes of a simulated and a real fleet of two replicas."""
-    costs = calibrated(model) if calibration is None else FittedCosts.read(calibration)
+    costs = (
+        asyncio.run(_calibrated(model)) if calibration is None else FittedCosts.read(calibration)
+    )
     if calibrate_to is not None:
         costs.write(calibrate_to)
         return
     fleet = replace(
-        simulated_fleet(model), costs=costs, num_replicas=NUM_REPLICAS, routing="prefix-aware"
+        simulated_fleet(model),
+        costs=costs,
+        num_replicas=NUM_REPLICAS,
+        routing="prefix-aware",
+        door=costs.door,
     )
     traces = {name: trace for name, trace in workloads(scale).items() if only in name}
     found = asyncio.run(_measure(model, fleet, traces, rounds))
@@ -333,6 +275,12 @@ def main(
     if with_claims:
         for row in _rows(found):
             print(json.dumps(row))
+
+
+async def _calibrated(model: str | None) -> FittedCosts:
+    costs = engines_costs(model)
+    async with serving(model) as engine:
+        return await fleets_costs(engine, costs)
 
 
 def simulated_fleet(model: str | None) -> Fleet:

@@ -134,6 +134,7 @@ def test_traffic_that_comes_faster_waits_longer(trace: Path) -> None:
         ),
         (["--routing", "random"], "known: round-robin"),
         (["--num-requests", "0"], "--num-requests 0"),
+        (["--door-delay", "-1"], "--door-delay -1 must be from 0"),
         (["--device", "abacus"], "abacus"),
         (["--calibration", "nowhere.json"], "nowhere.json cannot be read"),
         (["--cache", "paged,stacked"], "stacked"),
@@ -164,6 +165,24 @@ def test_a_calibration_says_which_strategies_it_was_not_taken_with(
     assert "measured with --cache paged and assumed for growing, virtual too" in said
     with pytest.raises(QuireError, match=r"was measured with demo, and this is .*Llama-3\.1-8B"):
         run(trace, "--model", "Llama-3.1-8B", *own)
+
+
+def test_the_door_takes_what_was_measured_or_is_said(trace: Path, tmp_path: Path) -> None:
+    here, own = tmp_path / "here.json", ("--kv-cache-memory-bytes", "1GiB", "--replicas", "2")
+    firsts, notes = list[float](), list[str]()
+    for costs, more in (
+        (FittedCosts(step_s=0.01), ()),
+        (FittedCosts(step_s=0.01, door_s=0.02, door_token_s=1e-4), ()),
+        (FittedCosts(step_s=0.01, door_s=0.02, door_token_s=1e-4), ("--door-delay", "5")),
+    ):
+        costs.write(here)
+        said = json.loads(run(trace, *own, "--calibration", here, *more, "--json"))
+        firsts.append(said["variants"][0]["latencies"]["ttft_s"]["mean"])
+        notes.append(" ".join(said["notes"]))
+    plain_s, measured_s, said_s = firsts
+    assert measured_s == pytest.approx(plain_s + 0.02 + 600 * 1e-4)
+    assert said_s == pytest.approx(plain_s + 0.005)
+    assert ["door: measured, 20 ms" in each for each in notes] == [False, True, False]
 
 
 def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:

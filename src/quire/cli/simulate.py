@@ -32,6 +32,7 @@ from quire.planner.planned_tiers import TierTable
 from quire.planner.simulation.cost_model import StepCosts, measured_for
 from quire.planner.simulation.result import Goals
 from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, ROUTES
+from quire.planner.simulation.simulated_door import DoorCosts
 from quire.planner.simulation.simulator import Fleet, fleet_for
 from quire.planner.simulation.simulator import simulate as run_simulation
 from quire.planner.simulation.timeline import ChromeTrace
@@ -198,6 +199,14 @@ def simulate(  # noqa: PLR0913 - each is a flag
             "Machine", "Milliseconds after which the routing hears of blocks, tokens and loads."
         ),
     ] = 1000 * DEFAULT_EVENT_DELAY_S,
+    door_delay: Annotated[
+        float | None,
+        in_panel(
+            "Machine",
+            "Milliseconds of a request beside its engine's steps: HTTP, checks, the way there and "
+            "back. Default: what the calibration has measured, else 0.",
+        ),
+    ] = None,
     tier_speed: TierSpeeds = None,
     tier_size: TierSizes = None,
     trace_format: Annotated[
@@ -280,7 +289,8 @@ def simulate(  # noqa: PLR0913 - each is a flag
 
     Raises: ConfigError, ModelNotLoadable, MemoryUnavailable.
     """
-    _refuse(replicas, prefill_replicas, tp, routing, event_delay)
+    _refuse(replicas, prefill_replicas, tp, routing)
+    _refuse_delays({"--event-delay": event_delay, "--door-delay": door_delay})
     if calibration is not None and device is not None:
         raise ConfigError("--calibration and --device both give the speed: give one")
     if report is not None:
@@ -309,6 +319,7 @@ def simulate(  # noqa: PLR0913 - each is a flag
     subject = find_subject(model, dtype=variants[0][1].dtype, weights=weights)
     strategies = {config.cache for _, config in variants}
     costs, notes = _costs(subject, device, calibration, tp, strategies, expert_skew)
+    door = _door_of(costs, door_delay, notes)
     here = device or (DEFAULT_DEVICE if calibration is None else None)
     place = place_of(memory, here)
     goals = Goals(ttft_s=slo_ttft, tpot_s=slo_tpot)
@@ -328,18 +339,21 @@ def simulate(  # noqa: PLR0913 - each is a flag
                 traffic, source, variants, notes, has_peers=prefill_replicas > 0
             ):
                 # An engine here has a limit of mappings; that of another machine is not known.
-                fleet = fleet_for(
-                    subject,
-                    config,
-                    replace(place, max_mappings=None),
-                    costs,
-                    num_replicas=replicas,
-                    num_prefill=prefill_replicas,
-                    routing=routing,
-                    num_ranks=tp,
-                    tier_table=tier_table,
+                fleet = replace(
+                    fleet_for(
+                        subject,
+                        config,
+                        replace(place, max_mappings=None),
+                        costs,
+                        num_replicas=replicas,
+                        num_prefill=prefill_replicas,
+                        routing=routing,
+                        num_ranks=tp,
+                        tier_table=tier_table,
+                    ),
+                    event_delay_s=event_delay / 1000,
+                    door=door,
                 )
-                fleet = replace(fleet, event_delay_s=event_delay / 1000)
                 label = " · ".join(filter(None, [source if len(traffic.sources) > 1 else "", name]))
                 view.begin(label)
                 requests = traffic.open(source, view.read)
@@ -486,23 +500,42 @@ def _as_told(
     return [(name, replace(config, enable_prefix_caching=False)) for name, config in variants]
 
 
-def _refuse(replicas: int, prefill: int, tp: int, routing: str, event_delay: float) -> None:
+def _refuse_delays(delays_ms: dict[str, float | None]) -> None:
+    """Check delays, by their flags. Raises: ConfigError."""
+    for flag, delay_ms in delays_ms.items():
+        if delay_ms is not None and not 0 <= delay_ms <= _MOST_DELAY_MS:
+            raise ConfigError(
+                f"{flag} {delay_ms:g} must be from 0 to {_MOST_DELAY_MS:,} milliseconds"
+            )
+
+
+def _refuse(replicas: int, prefill: int, tp: int, routing: str) -> None:
     """Check the numbers of engines and the routing. Raises: ConfigError."""
     require_replicas(replicas, prefill)
     if not 1 <= tp <= 1024:
         raise ConfigError(f"--tp {tp} must be from 1 to 1,024")
     if routing not in ROUTES:
         raise ConfigError(f"--routing {routing!r} is unknown; known: {', '.join(ROUTES)}")
-    if not 0 <= event_delay <= _MOST_DELAY_MS:
-        raise ConfigError(
-            f"--event-delay {event_delay:g} must be from 0 to {_MOST_DELAY_MS:,} milliseconds"
-        )
     if routing == "prefix-aware" and replicas + prefill > MAX_REPLICAS:
         own = f"--replicas {replicas}" + (f" and --prefill-replicas {prefill}" if prefill else "")
         raise ConfigError(
             f"{own} is too many for --routing prefix-aware, which knows the caches "
             f"of {MAX_REPLICAS} at most; take least-loaded"
         )
+
+
+def _door_of(costs: StepCosts, delay_ms: float | None, notes: list[str]) -> DoorCosts:
+    """Return what a request takes at the door: what is said, or measured, which is noted."""
+    if delay_ms is not None:
+        return DoorCosts(request_s=delay_ms / 1000)
+    door = costs.door if isinstance(costs, FittedCosts) else DoorCosts()
+    if door.request_s or door.token_s:
+        notes.append(
+            f"door: measured, {1000 * door.request_s:.3g} ms a request and "
+            f"{1000 * door.token_s:.3g} ms a token of its prompt; busy with a request for "
+            f"{1000 * door.busy_s:.3g} ms; --door-delay gives another time"
+        )
+    return door
 
 
 def _speeds_of_tiers(fleet: Fleet) -> Iterator[str]:

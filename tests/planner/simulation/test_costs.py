@@ -187,6 +187,7 @@ def test_what_no_calibration_wrote_is_refused(tmp_path: Path, text: str) -> None
         ({"about": "x"}, "about an object"),
         ({"is_recorded": "false"}, "is_recorded"),
         ({"step_s": 10**400}, "step_s"),
+        ({"door_busy_s": -0.001}, "door_busy_s"),
         ({"is_recorded": True, "beyond_s": [-1.0] * ALL}, "a step of 1 tokens"),
         (dict.fromkeys(COEFFICIENTS, 0), "a step of 1 tokens"),
     ],

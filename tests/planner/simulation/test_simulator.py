@@ -12,6 +12,7 @@ from quire.engine.scheduling import headroom
 from quire.fleet.placement import Load
 from quire.planner.simulation.result import Goals, SimulationResult
 from quire.planner.simulation.routing import ROUTES
+from quire.planner.simulation.simulated_door import DoorCosts
 from quire.planner.simulation.simulated_engine import prices_of, prompt_of
 from quire.planner.simulation.simulator import make_replica, router_of, simulate
 from quire.traces import TraceRequest
@@ -77,9 +78,10 @@ def check_sums(result: SimulationResult, trace: list[TraceRequest]) -> None:
     policy=st.sampled_from(["fcfs", "shortest", "priority"]),
     swap_blocks=st.sampled_from([0, 20]),
     replicas=st.sampled_from([(1, "round-robin"), (2, "least-loaded"), (2, "prefix-aware")]),
+    door=st.sampled_from([DoorCosts(), DoorCosts(request_s=0.03, token_s=1e-4, busy_s=0.02)]),
 )
 def test_steps_taken_together_give_the_same_figures(
-    case, drawn, num_blocks, max_num_seqs, policy, swap_blocks, replicas
+    case, drawn, num_blocks, max_num_seqs, policy, swap_blocks, replicas, door
 ) -> None:
     trace = trace_of(drawn)
     fleet = fleet_of(
@@ -90,6 +92,7 @@ def test_steps_taken_together_give_the_same_figures(
         swap_blocks=swap_blocks,
         num_replicas=replicas[0],
         routing=replicas[1],
+        door=door,
     )
     fast = simulate(trace, fleet, goals=GOALS)
     slow = simulate(trace, fleet, goals=GOALS, by_steps=True)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from quire.engine.step_plan import StepPlan
 from quire.errors import ConfigError, RequestError
+from quire.planner.simulation.simulated_door import DoorCosts
 from quire.spec import ChunkedAttention, Group, KeptWhole, SlidingWindow
 
 # -- the work of a step ----------------------------------------------------------------------------
@@ -199,6 +200,9 @@ class FittedCosts:
     save_s_per_byte: float = 0.0
     load_s: float = 0.0  # per sequence that is swapped in
     load_s_per_byte: float = 0.0
+    door_s: float = 0.0  # of a request in a fleet, beside steps; and so are the next two
+    door_token_s: float = 0.0  # of its prompt
+    door_busy_s: float = 0.0  # of a request, in which the door takes no other
     is_recorded: bool = False  # a step takes as long as the recorded pass that plays it
     # What recorded passes of each of RECORDED_SIZES take beyond that, below zero less; or nothing.
     beyond_s: tuple[float, ...] = ()
@@ -227,6 +231,11 @@ class FittedCosts:
             + self.read_s * work.num_read
             + self.attended_s * work.num_attended
         )
+
+    @property
+    def door(self) -> DoorCosts:
+        """Return what requests take beside steps, where a fleet was measured."""
+        return DoorCosts(request_s=self.door_s, token_s=self.door_token_s, busy_s=self.door_busy_s)
 
     def write(self, path: Path) -> None:
         """Write the coefficients as JSON. Raises: ConfigError."""

@@ -71,10 +71,12 @@ class HandOffs:
         self._asked: list[dict[int, _OpenPrompt]] = [{} for _ in peers]  # by number
         self._due: list[HandOff] = []  # a heap
 
-    def ask(self, prefill: int, request: TraceRequest, number: int, place: int) -> None:
-        """Ask a prefill replica for a prompt that came now, and goes on at a place."""
+    def ask(
+        self, prefill: int, request: TraceRequest, number: int, place: int, *, at_s: float
+    ) -> None:
+        """Ask a prefill replica for a prompt that comes there now, and goes on at a place."""
         self._asked[prefill][number] = _OpenPrompt(request, place)
-        self.replicas[prefill].add(request, number)
+        self.replicas[prefill].add(request, number, at_s=at_s)
 
     def _answered(self, prefill: int, sequence: EngineSequence) -> None:
         """Note that a prefill replica has answered."""

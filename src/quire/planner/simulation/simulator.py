@@ -1,12 +1,14 @@
 """Simulate a fleet: requests arrive at their times, and each replica steps on its own clock.
 
 Replicas do not interact between two arrivals. So each replica runs up to the moment of the next
-request, and the routing then chooses a replica for that request.
+request, and the routing then chooses a replica for that request. It is there when it is through the
+door.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import final
 
@@ -37,6 +39,7 @@ from quire.planner.simulation.result import (
     TierTotals,
 )
 from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, Router, RouterLine
+from quire.planner.simulation.simulated_door import DoorCosts, SimulatedDoor
 from quire.planner.simulation.simulated_engine import VirtualClock, virtual_engine
 from quire.planner.simulation.simulated_replica import SimulatedReplica
 from quire.planner.simulation.virtual_carrier import VirtualCarrier
@@ -68,6 +71,7 @@ class Fleet:
     routing: str = "round-robin"
     event_delay_s: float = DEFAULT_EVENT_DELAY_S  # until the router hears of a replica
     tiers: tuple[PlannedTier, ...] = ()  # the nearest first
+    door: DoorCosts = field(default_factory=DoorCosts)
     tier_write: WritePolicy = "auto"
     is_on_host: bool = True  # storing in tiers takes processor time from the steps
 
@@ -200,7 +204,7 @@ def simulate(
 
     replicas = [make(place, listener(place)) for place in range(fleet.num_replicas)]
     hand_offs = HandOffs(peers, make_prefill, delay_s=fleet.event_delay_s) if peers else None
-    num_requests = _Replay(replicas, router, hand_offs).run(trace)
+    num_requests = _Replay(replicas, router, hand_offs, SimulatedDoor(fleet.door)).run(trace)
     prefill = () if hand_offs is None else hand_offs.replicas
     end_s = max(replica.now_s for replica in (*replicas, *prefill))
     for replica in (*replicas, *prefill):
@@ -212,6 +216,18 @@ def simulate(
 
 
 @final
+@dataclass(frozen=True, slots=True, order=True)
+class _OnWay:
+    """A request that is at its replica at a moment."""
+
+    at_s: float
+    number: int  # in the trace
+    place: int = field(compare=False)
+    prefill: int | None = field(compare=False)  # where its prompt is computed first
+    request: TraceRequest = field(compare=False)
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class _Replay:
     """A trace on its way through replicas."""
@@ -219,6 +235,8 @@ class _Replay:
     replicas: Sequence[SimulatedReplica]
     router: Router | None
     hand_offs: HandOffs | None
+    door: SimulatedDoor
+    on_way: list[_OnWay] = field(default_factory=list)  # a heap
 
     def run(self, trace: Iterable[TraceRequest]) -> int:
         """Run all requests. Returns: how many there were."""
@@ -231,31 +249,54 @@ class _Replay:
         return num_requests
 
     def _run_until(self, moment_s: float) -> None:
-        """Let all replicas take their steps up to a moment, and hand prompts over meanwhile."""
-        while (handed := self.hand_offs) is not None and (next_s := handed.next_s) < moment_s:
+        """Let all replicas take their steps up to a moment, and requests come to them meanwhile."""
+        handed = self.hand_offs
+        while True:
+            door_s = self.on_way[0].at_s if self.on_way else inf
+            hand_off_s = inf if handed is None else handed.next_s
+            next_s = min(door_s, hand_off_s)
+            if next_s >= moment_s:
+                break
             for replica in self.replicas:
                 replica.run_until(next_s)
-            going_on = handed.advance()
-            if going_on is not None:
-                assert self.router is not None, "a fleet with prefill replicas has a router"
-                self.router.note_handed_over(has_blocks=going_on.remote is not None)
-                self.replicas[going_on.place].add(
-                    going_on.request, going_on.number, at_s=going_on.at_s, remote=going_on.remote
-                )
+            if door_s <= hand_off_s:
+                self._enter(heapq.heappop(self.on_way))
+            elif handed is not None:
+                self._hand_over(handed)
         prefill = () if handed is None else handed.replicas
         for replica in (*self.replicas, *prefill):
             replica.run_until(moment_s)
 
+    def _hand_over(self, handed: HandOffs) -> None:
+        """Let the next thing happen to prompts that are computed apart."""
+        going_on = handed.advance()
+        if going_on is not None:
+            assert self.router is not None, "a fleet with prefill replicas has a router"
+            self.router.note_handed_over(has_blocks=going_on.remote is not None)
+            self.replicas[going_on.place].add(
+                going_on.request, going_on.number, at_s=going_on.at_s, remote=going_on.remote
+            )
+
     def _send(self, request: TraceRequest, number: int) -> None:
-        """Send a request where the router wants it, which has come now."""
+        """Send a request where the router wants it, which has come to the door now."""
         place, prefill = 0, None
         if self.router is not None:
             place = self.router.choose(request, number)
             prefill = self.router.choose_apart(request, number)
-        if prefill is None or self.hand_offs is None:
-            self.replicas[place].add(request, number)
+        at_s = self.door.through_s(request.at_s, request.input_tokens)
+        sent = _OnWay(at_s, number, place, prefill, request)
+        if at_s > request.at_s:
+            heapq.heappush(self.on_way, sent)
         else:
-            self.hand_offs.ask(prefill - len(self.replicas), request, number, place)
+            self._enter(sent)
+
+    def _enter(self, sent: _OnWay) -> None:
+        """Let a request in where it was sent, at which all replicas have arrived in time."""
+        if sent.prefill is None or self.hand_offs is None:
+            self.replicas[sent.place].add(sent.request, sent.number, at_s=sent.at_s)
+        else:
+            prefill = sent.prefill - len(self.replicas)
+            self.hand_offs.ask(prefill, sent.request, sent.number, sent.place, at_s=sent.at_s)
 
 
 def _result(
