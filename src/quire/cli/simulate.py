@@ -29,7 +29,7 @@ from quire.errors import ConfigError
 from quire.fleet.prefix_directory import MAX_REPLICAS
 from quire.planner.hardware import named_speeds, roofline
 from quire.planner.planned_tiers import TierTable
-from quire.planner.simulation.cost_model import StepCosts, measured_for
+from quire.planner.simulation.cost_model import FittedCosts, StepCosts, measured_for
 from quire.planner.simulation.result import Goals
 from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, ROUTES
 from quire.planner.simulation.simulated_door import DoorCosts
