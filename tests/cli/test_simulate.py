@@ -163,6 +163,8 @@ def test_a_calibration_says_which_strategies_it_was_not_taken_with(
     assert "not compared" not in run(trace, *own, "--cache", "paged")
     said = " ".join(run(trace, *own, "--cache", "growing,paged,virtual").split())
     assert "measured with --cache paged and assumed for growing, virtual too" in said
+    with pytest.raises(QuireError, match=r"was measured with demo, and this is .*Llama-3\.1-8B"):
+        run(trace, "--model", "Llama-3.1-8B", *own)
 
 
 def test_the_door_takes_what_was_measured_or_is_said(trace: Path, tmp_path: Path) -> None:

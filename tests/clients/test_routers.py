@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from clients.environments import python_of
+from ports import held_port
 from server.process import Process, events, running
 from server.test_transfer import ASKED, CHAT, WORDS, flags
-from tiers.redis_process import free_port
 
 ROUTER = python_of("vllm-router").with_name("vllm-router")
 UP_S = 60.0
@@ -26,22 +26,23 @@ MOST_PROMPTS = 20  # until one was loaded: a machine that is busy computes soone
 
 @contextmanager
 def routed(prefill: Process, decode: Process) -> Iterator[httpx.Client]:
-    port = free_port()
-    command = [
-        *(str(ROUTER), "--vllm-pd-disaggregation", "--host", "127.0.0.1", "--port", str(port)),
-        *("--prefill", prefill.url, "--decode", decode.url, "--prometheus-port", str(free_port())),
-    ]
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, env=environ
-    ) as process:
-        try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-                _wait_for(client, process)
-                yield client
-        finally:
-            process.terminate()
-            process.wait(10)
+    with held_port() as port, held_port() as metrics_port:
+        command = [
+            *(str(ROUTER), "--vllm-pd-disaggregation", "--host", "127.0.0.1", "--port", str(port)),
+            *("--prefill", prefill.url, "--decode", decode.url),
+            *("--prometheus-port", str(metrics_port)),
+        ]
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, env=environ
+        ) as process:
+            try:
+                with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+                    _wait_for(client, process)
+                    yield client
+            finally:
+                process.terminate()
+                process.wait(10)
 
 
 def _wait_for(client: httpx.Client, process: "subprocess.Popen[bytes]") -> None:

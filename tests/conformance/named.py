@@ -18,6 +18,7 @@ from quire.plugins import Registry
 from quire.tiers import TIERS, TierAddress
 
 STRATEGY, PROVIDER = "QUIRE_TEST_STRATEGY", "QUIRE_TEST_PROVIDER"
+TIER = "QUIRE_TEST_TIER"
 OPTIONS: Mapping[str, Registry[Any]] = MappingProxyType(
     {
         "--strategy": STRATEGIES,
@@ -38,7 +39,7 @@ def choose(names: Mapping[str, str | None]) -> None:
         if name is not None:
             kind = TierAddress.parse(name).kind if option == "--tier" else name
             OPTIONS[option].find(kind, option)
-    for variable, option in ((STRATEGY, "--strategy"), (PROVIDER, "--provider")):
+    for variable, option in ((STRATEGY, "--strategy"), (PROVIDER, "--provider"), (TIER, "--tier")):
         os.environ.pop(variable, None)
         if (name := names[option]) is not None:
             os.environ[variable] = name

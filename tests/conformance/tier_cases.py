@@ -7,6 +7,7 @@ of a server that is there. A kind that needs a server has its place in ``SERVERS
 import hashlib
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from types import MappingProxyType
 
 import pytest
 
+from conformance import named
 from quire.tiers import TIERS, Deadline, Name, Tier, TierAddress
 from tiers.played_s3 import played_s3
 from tiers.redis_process import NO_PROGRAM, PROGRAM, RedisProcess
@@ -52,6 +54,9 @@ SERVERS: Mapping[str, Callable[[Path], Iterator[str]]] = MappingProxyType(
 )
 
 EXAMPLE = "sqlite"  # of another package: examples/tier.py
+# What is stored at an address of ``--tier`` may outlive a run.
+_OF_THIS_RUN = os.urandom(16) if named.TIER in os.environ else b""
+_NUM_MADE = Counter[str]()  # names, by test
 CASES = (*OWN, *SERVERS, EXAMPLE)
 
 
@@ -93,9 +98,15 @@ def soon() -> Deadline:
 
 
 def new_names(count: int) -> list[Name]:
-    """Draw names that no earlier test, and no earlier run, has used."""
-    salt = os.urandom(16)
-    return [hashlib.sha256(salt + number.to_bytes(4, "little")).digest() for number in range(count)]
+    """Make names that no other test has used, the same in each run unless there is a ``--tier``.
+
+    Of names drawn anew two share a tag now and then, or one finds a bucket full.
+    """
+    test = os.environ["PYTEST_CURRENT_TEST"]
+    first = _NUM_MADE[test]
+    _NUM_MADE[test] += count
+    names = (f"{test} {number}".encode() for number in range(first, first + count))
+    return [hashlib.sha256(_OF_THIS_RUN + name).digest() for name in names]
 
 
 def content(name: Name, num_bytes: int = LARGEST_BYTES) -> bytes:

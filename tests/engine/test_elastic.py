@@ -555,7 +555,8 @@ def test_a_real_neighbour_gets_the_memory() -> None:
             fill(llm, 200 << 20)
         cached, resident = llm.usage().cached_bytes, process_memory()
         assert cached >= 190 << 20
-        gauge.leave((512 << 20) + (300 << 20))
+        # Little more than the headroom, so that others who leave this machine make no room.
+        gauge.leave((512 << 20) + (50 << 20))
         command = [sys.executable, "-c", NEIGHBOUR]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as neighbour:
             assert neighbour.stdout is not None

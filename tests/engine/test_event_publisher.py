@@ -16,6 +16,7 @@ from engine.test_event_format import chain
 from engine.test_llm import GREEDY, model_of, prompts, small
 from engine.test_offloading import kind, made, offload, texts
 from kv.caches import FULL, SIZE, Cache, span
+from ports import held_port
 from quire import LLM
 from quire.config import KVEventsConfig
 from quire.engine.event_format import (
@@ -521,25 +522,25 @@ def test_a_copy_that_was_damaged_is_told_to_be_gone() -> None:
 
 @pytest.mark.parametrize("strategy", ["contiguous", "growing"])
 def test_a_cache_without_blocks_has_nothing_to_announce(strategy: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    for _ in range(2):  # the address is given back
-        with pytest.raises(ConfigError, match="kv_events_config: this cache keeps no blocks"):
-            small(cache=strategy, kv_events_config={**HERE, "endpoint": address})
+    with held_port() as port:
+        config = {**HERE, "endpoint": f"tcp://127.0.0.1:{port}"}
+        for _ in range(2):  # the address is given back
+            with pytest.raises(ConfigError, match="kv_events_config: this cache keeps no blocks"):
+                small(cache=strategy, kv_events_config=config)
 
 
 def test_an_engine_that_cannot_be_made_gives_its_addresses_back() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    config = {**HERE, "endpoint": address}
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="max_model_len"):
-            small(max_model_len=10**6, kv_events_config=config)
-    with small(kv_events_config=config) as llm:
-        assert llm.kv_events is not None
-        assert llm.kv_events.endpoint == address
-        with pytest.raises(ConfigError, match="cannot be bound"):
-            LLM(model_of("llama"), kv_events_config=config)
+    with held_port() as port:
+        address = f"tcp://127.0.0.1:{port}"
+        config = {**HERE, "endpoint": address}
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="max_model_len"):
+                small(max_model_len=10**6, kv_events_config=config)
+        with small(kv_events_config=config) as llm:
+            assert llm.kv_events is not None
+            assert llm.kv_events.endpoint == address
+            with pytest.raises(ConfigError, match="cannot be bound"):
+                LLM(model_of("llama"), kv_events_config=config)
 
 
 def test_engines_with_one_secret_name_a_tenants_blocks_alike(tmp_path) -> None:

@@ -47,7 +47,7 @@ EVENTS = {
 }
 
 
-async def until(holds: Callable[[], object], *, within_s: float = 10.0) -> None:
+async def until(holds: Callable[[], object], *, within_s: float = 30.0) -> None:
     """Raises: TimeoutError."""
     async with asyncio.timeout(within_s):
         while not holds():
@@ -211,7 +211,7 @@ async def fleet_of(
     replicas = [BreakableReplica(name, llms.get(name)) for name in names or ("a", "b")]
     counted = CountedPlacement(placement or LeastLoaded(seed=1))
     handles: list[ReplicaHandle] = [*replicas]
-    options = {"report_interval_s": 0.02, **options}
+    options = {"report_interval_s": 0.02, "seed": 0, **options}
     engine = await FleetEngine.start(handles, counted, **options)
     try:
         async with asyncio.timeout(30):
@@ -241,6 +241,7 @@ async def placed_by_prefixes(**options: Any) -> AsyncIterator[tuple[FleetEngine,
         PrefixAware(directory, seed=1),
         follower=ZmqFollower(directory),
         report_interval_s=0.02,
+        seed=0,
     )
     try:
         await until(

@@ -208,8 +208,8 @@ def test_what_was_changed_on_its_way_ends_the_connection(way: str, change: str) 
         return data + data if change == "repeated" else b""
 
     async def ask() -> None:
-        replica = Scripted()
-        async with joined(replica, Between(changed)) as (inbox, *_):
+        replica, between = Scripted(), Between(changed)
+        async with joined(replica, between) as (inbox, *_):
             await until(lambda: num_seen)  # the preface, or the first message
             await asyncio.sleep(0.01)
             own = asyncio.ensure_future(read(inbox.generate(REQUEST, request_id="own")))
@@ -219,8 +219,9 @@ def test_what_was_changed_on_its_way_ends_the_connection(way: str, change: str) 
                 with pytest.raises(ReplicaLost):
                     await other
             else:
-                replica.put("own", piece())
-                await asyncio.sleep(0.01)
+                num_bytes = len(between.passed["back"])
+                replica.put("own", piece())  # which goes by itself, if it goes
+                await until(lambda: len(between.passed["back"]) > num_bytes or own.done())
                 replica.put("own", LAST)
             with pytest.raises(ReplicaLost):
                 await own
@@ -287,7 +288,7 @@ def test_a_frame_is_bounded_before_it_is_read() -> None:
         offer = await anext(offers)
         ends = asyncio.ensure_future(anext(offers, None))
         too_many = (door_connection.MOST_BYTES + 1).to_bytes(4, "little")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await said_to(offer, offer.name + too_many)
             assert await ends is None
         listener.close()
@@ -305,7 +306,7 @@ def test_strangers_who_say_nothing_keep_no_door_out(monkeypatch: pytest.MonkeyPa
         offers = listener.serve(outbox)
         offer = await anext(offers)
         strangers = [await asyncio.open_connection(offer.host, offer.port) for _ in range(5)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             for reader, _ in strangers[:2]:  # the oldest
                 assert await rest(reader) == b""
 
@@ -338,7 +339,7 @@ def test_strangers_who_come_all_at_once_are_let_go_too(monkeypatch: pytest.Monke
         for each in strangers:
             each.setblocking(False)
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             for each in strangers[:7]:
                 with suppress(ConnectionResetError):
                     assert await loop.sock_recv(each, 1) == b""

@@ -167,6 +167,19 @@ def test_what_samples_without_a_seed_goes_on_too() -> None:
     run(ask())
 
 
+@pytest.mark.parametrize(("seed", "is_same"), [(7, True), (None, False)])
+def test_a_fleet_draws_as_its_seed_says(seed: int | None, is_same: bool) -> None:
+    async def seeds() -> list[int | None]:
+        async with fleet_of("a", seed=seed) as fleet:
+            for _ in range(2):
+                await read(fleet.engine, PROMPTS[0], SamplingParams(max_tokens=1))
+            return [request.params.seed for request in fleet.replicas[0].requests]
+
+    first, again = run(seeds()), run(seeds())
+    assert len(set(first)) == 2
+    assert (first == again) is is_same
+
+
 def test_a_stream_is_moved_once() -> None:
     async def ask() -> None:
         params = SamplingParams(max_tokens=12, temperature=0)
@@ -341,7 +354,7 @@ def test_readers_that_leave_end_their_requests_there() -> None:
             async with aclosing(fleet.engine.generate(request)) as stream:
                 await anext(stream)
             waiting = asyncio.create_task(read(fleet.engine, PROMPTS[1], params))
-            await asyncio.sleep(0.1)
+            await until(lambda: sum(len(each.requests) for each in fleet.replicas) == 2)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
             await fleet.is_idle()
@@ -385,7 +398,7 @@ def test_an_engine_that_is_closed_hands_its_streams_on() -> None:
         (want,) = await expected(PROMPTS[:1], params)
         own = AsyncLLM(load(), kv_cache_memory_bytes="24MiB", max_model_len=512, max_num_seqs=32)
         handles = [LocalReplica("short-lived", own), BreakableReplica("b")]
-        fleet = await FleetEngine.start(handles, RoundRobin(), report_interval_s=0.02)
+        fleet = await FleetEngine.start(handles, RoundRobin(), report_interval_s=0.02, seed=0)
         while len([m for m in fleet.members.values() if m.state == "up"]) < 2:
             await asyncio.sleep(0.01)
         for _ in range(2):  # whichever comes first
@@ -417,7 +430,7 @@ def test_two_models_under_one_name_are_refused() -> None:
                 await fleet.engine.join(LocalReplica("smaller", smaller))
             with pytest.raises(ConfigError, match="has a replica 'a'"):
                 await fleet.engine.join(BreakableReplica("a"))
-            params = SamplingParams(max_tokens=3)
+            params = SamplingParams(max_tokens=3, temperature=0)
             for _ in range(4):
                 assert (await read(fleet.engine, PROMPTS[0], params)).reasons == ["length"]
             assert fleet.outcomes() == {"length": 4}
@@ -439,11 +452,13 @@ def test_the_first_replica_opens_the_door() -> None:
         slow, dead = Slow("b"), BreakableReplica("c")
         dead.mode = "dead"
         handles = [slow, dead, BreakableReplica("a")]
-        fleet = await FleetEngine.start(handles, LeastLoaded(), report_interval_s=0.02)
+        fleet = await FleetEngine.start(handles, LeastLoaded(), report_interval_s=0.02, seed=0)
         assert fleet.failure is None
         states = {name: member.state for name, member in fleet.members.items()}
         assert states == {"a": "up", "b": "joining", "c": "lost"}
-        assert (await read(fleet, PROMPTS[0], SamplingParams(max_tokens=2))).reasons == ["length"]
+        assert (
+            await read(fleet, PROMPTS[0], SamplingParams(max_tokens=2, temperature=0))
+        ).reasons == ["length"]
         slow.ready.set()
         await until(lambda: fleet.members["b"].state == "up")
         await fleet.aclose()
@@ -486,7 +501,9 @@ def test_no_request_waits_longer_than_the_patience() -> None:
     async def ask() -> None:
         async with fleet_of("a", patience_s=0.1) as fleet:
             fleet.replicas[0].mode = "dead"
-            found = await read(fleet.engine, PROMPTS[0], SamplingParams(max_tokens=6))
+            found = await read(
+                fleet.engine, PROMPTS[0], SamplingParams(max_tokens=6, temperature=0)
+            )
             assert isinstance(found.error, NoReplica)
             assert fleet.engine.failure is not None
 

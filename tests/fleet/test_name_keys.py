@@ -89,7 +89,7 @@ async def ask(client: Client, **more: Any) -> None:
 async def is_predicted(fleet: FleetEngine, client: Client, **more: Any) -> bool:
     """Ask until the door has been told of a prompt that was asked before."""
     before = predicted(fleet)
-    for _ in range(40):
+    for _ in range(400):
         await ask(client, **more)
         if predicted(fleet) > before:
             return True

@@ -143,7 +143,8 @@ def test_an_embedding_is_made_where_it_is_asked_for(llms) -> None:
 @pytest.mark.parametrize("how", ["dies", "freezes", "drains", "leaves nothing"])
 def test_without_the_prefill_replica_the_prompt_is_computed(llms, how) -> None:
     async def scene() -> None:
-        async with apart(llms, replica_timeout_s=0.3) as fleet:
+        waits = {"replica_timeout_s": 1.0} if how == "freezes" else {}
+        async with apart(llms, **waits) as fleet:
             first, here = fleet.replicas
             want = await expected(prompt(5))
             if how == "leaves nothing":

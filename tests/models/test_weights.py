@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,19 +62,26 @@ def copies(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def resident(what: str) -> int:
-    """Of this process, in bytes: RssFile, RssAnon."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(rf"{what}:\s+(\d+) kB", status)
-    assert found is not None
-    return int(found[1]) * 1024
+def mappings() -> Iterator[tuple[range, str, str]]:
+    """Of this process: addresses, the file if it is one, and what the system says of it."""
+    for said in re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text()):
+        head, _, more = said.partition("\n")
+        edges, *_, last = head.split(maxsplit=5)
+        start, _, stop = edges.partition("-")
+        yield range(int(start, 16), int(stop, 16)), last, more
 
 
-def huge_bytes() -> int:
-    rollup = Path("/proc/self/smaps_rollup").read_text()
-    found = re.search(r"AnonHugePages:\s+(\d+) kB", rollup)
-    assert found is not None
-    return int(found[1]) * 1024
+def resident(path: Path) -> int:
+    """Bytes of the files of a folder that this process has mapped and in memory."""
+    sizes = (re.search(r"^Rss: +(\d+) kB", more, re.MULTILINE) for _, file, more in mappings()
+             if file.startswith(f"{path}/"))  # fmt: skip
+    return sum(int(size[1]) * 1024 for size in sizes if size)
+
+
+def asks_for_huge_pages(address: int) -> bool:
+    """Whether the system was told so. How many it has is another matter."""
+    (found,) = (more for addresses, _, more in mappings() if address in addresses)
+    return " hg" in found.partition("VmFlags:")[2]
 
 
 def test_the_same_bits_in_other_pages(folder: Path) -> None:
@@ -83,13 +91,14 @@ def test_the_same_bits_in_other_pages(folder: Path) -> None:
     before = copies(mapped)
     for tensor in before.values():
         tensor.sum()
-    files, huge = resident("RssFile"), huge_bytes()
+    assert resident(folder) > total // 2
     assert hold_in_memory(mapped) == total
     assert on_files(mapped) == 0
     assert footprint(mapped).weights_bytes == footprint(mapped).counted_bytes >= total
-    assert resident("RssFile") <= files - total + MIB
-    if huge_bytes() > huge:  # a machine may have none free
-        assert huge_bytes() >= huge + total // (2 * MIB) * 2 * MIB
+    assert resident(folder) == 0
+    first = min(each.data_ptr() for each in mapped.parameters())
+    assert first % huge_page_bytes() == 0
+    assert asks_for_huge_pages(first)
     after = mapped.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -5,6 +5,7 @@ It can read slowly, or not at all, and leave at any moment, as clients do.
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -166,6 +167,17 @@ def saying(client: Client, text: str, pieces: int = 7, reason: str = "stop") -> 
                 said = until
 
     client.service.engine.generate = generate
+
+
+class Slowly:
+    """Observes steps: each takes long enough to be seen, until what was to be seen has been."""
+
+    def __init__(self, pause_s: float = 0.02) -> None:
+        self.pause_s, self.has_been_seen = pause_s, False
+
+    def __call__(self, _: object) -> None:
+        if not self.has_been_seen:
+            time.sleep(self.pause_s)
 
 
 def engine(model: Any = None, **options: Any) -> AsyncLLM:

@@ -12,7 +12,7 @@ from quire.config import ServerConfig
 from quire.errors import MemoryUnavailable
 from quire.tiers import Tier
 from quire.tiers.host_memory import HostMemoryTier
-from server.asking import Answer, Client, nothing_runs, run, serving
+from server.asking import Answer, Client, Slowly, nothing_runs, run, serving
 from server.random_requests import TEMPLATE
 from tiers.faulty import FaultyTier
 
@@ -88,7 +88,7 @@ def test_asleep_it_refuses_what_generates_and_awake_it_answers_as_before() -> No
 
 def test_what_runs_ends_first_and_nothing_comes_in_meanwhile() -> None:
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(observe=(slowly := Slowly())) as client:
             running = client.call("/v1/completions", body(max_tokens=60, stream=True))
             await running.until(2)
             assert (await client.get("/load")).json == {"server_load": 1}
@@ -97,6 +97,7 @@ def test_what_runs_ends_first_and_nothing_comes_in_meanwhile() -> None:
                 await asyncio.sleep(0)
             assert (await client.post("/v1/completions", body())).status == 503
             assert not await is_sleeping(client)
+            slowly.has_been_seen = True
             assert (await sleeping.whole()).status == 200
             *_, last, _ = (await running.whole()).events
             assert last["choices"][0]["finish_reason"] == "length"
@@ -112,7 +113,8 @@ def test_what_runs_ends_at_once_if_it_is_told_so(caplog: pytest.LogCaptureFixtur
     hello = [{"role": "user", "content": "Hello"}]
 
     async def ask() -> None:
-        async with serving(ServerConfig(chat_template=TEMPLATE)) as client:
+        config = ServerConfig(chat_template=TEMPLATE)
+        async with serving(config, observe=Slowly()) as client:
             running = client.call("/v1/completions", body(max_tokens=180, stream=True, n=2))
             message = client.call("/v1/messages", {**own, "messages": hello})
             response = client.call(
@@ -132,8 +134,8 @@ def test_what_runs_ends_at_once_if_it_is_told_so(caplog: pytest.LogCaptureFixtur
 
 def test_one_that_aborts_does_not_wait_for_one_that_waits() -> None:
     async def ask() -> None:
-        async with serving(max_model_len=1024) as client:
-            running = client.call("/v1/completions", body(max_tokens=900, stream=True))
+        async with serving(observe=Slowly()) as client:
+            running = client.call("/v1/completions", body(max_tokens=180, stream=True))
             await running.until(2)
             waiting = client.call("/sleep")
             while not client.service.admission.sleeping:
@@ -149,7 +151,7 @@ def test_one_that_aborts_does_not_wait_for_one_that_waits() -> None:
 
 def test_an_operator_who_leaves_before_it_sleeps_has_changed_nothing() -> None:
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(observe=(slowly := Slowly())) as client:
             running = client.call("/v1/completions", body(max_tokens=180, stream=True))
             await running.until(2)
             sleeping = client.call("/sleep")
@@ -157,6 +159,7 @@ def test_an_operator_who_leaves_before_it_sleeps_has_changed_nothing() -> None:
                 await asyncio.sleep(0)
             sleeping.leave()
             await sleeping.task
+            slowly.has_been_seen = True
             assert not client.service.admission.sleeping
             assert (await client.post("/v1/completions", body())).status == 200
             running.leave()

@@ -69,11 +69,12 @@ def test_whoever_sends_nothing_more_loses_the_connection() -> None:
 
     async def ask() -> None:
         async with listening(ServerConfig(read_timeout=0.3)) as server:
-            peers = {what: await server.connect() for what in beginnings}
+            peers = dict[str, Peer]()
+            for what, data in beginnings.items():
+                peers[what] = await server.connect()
+                await peers[what].send(data)
             patient = await server.connect()
             await patient.send(posting(EVENTS))
-            for what, peer in peers.items():
-                await peer.send(beginnings[what])
             answers = {what: await peer.rest() for what, peer in peers.items()}
             assert answers["an answer, and half a request"].startswith(b"HTTP/1.1 200")
             assert answers["a body that was refused"].startswith(b"HTTP/1.1 413")
@@ -277,11 +278,11 @@ def _connections(server: Listening) -> list[Any]:
 def test_without_files_left_it_is_said_once_and_served_when_there_are(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Idle clients take all that there are; when they are cut off, others are let in."""
+    """Idle clients take all that there are; when they have gone, others are let in."""
 
     async def ask() -> None:
         loop = asyncio.get_running_loop()
-        async with listening(ServerConfig(read_timeout=1.0)) as server, AsyncExitStack() as stack:
+        async with listening() as server, AsyncExitStack() as stack:
             loop.set_exception_handler(LoopErrors())
             idle = [await server.connect() for _ in range(20)]
             await until(lambda: server.num_connections == 20)
@@ -299,6 +300,8 @@ def test_without_files_left_it_is_said_once_and_served_when_there_are(
                 await until(lambda: "no client can connect" in caplog.text)
                 for peer in late:
                     await peer.send(HEALTH)
+                for peer in idle:
+                    peer.close()
                 for peer in late:
                     assert (await peer.answer())[0] == 200
             finally:

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from quire.config import ServerConfig
 from quire.server.loop import Progress
-from server.asking import Client, run, serving
+from server.asking import Client, Slowly, run, serving
 
 
 async def value(client: Client, name: str, **labels: str) -> float:
@@ -41,7 +41,8 @@ def test_models_are_listed_for_clients_of_both_interfaces() -> None:
 
 def test_answers_and_rejections_are_counted_by_route_and_reason() -> None:
     async def ask() -> None:
-        async with serving(ServerConfig(max_num_queued_reqs=1), max_num_seqs=1) as client:
+        config = ServerConfig(max_num_queued_reqs=1)
+        async with serving(config, max_num_seqs=1, observe=(slowly := Slowly())) as client:
             body = {"prompt": [7], "max_tokens": 60, "ignore_eos": True}
             running = client.call("/v1/completions", {**body, "max_tokens": 250, "stream": True})
             await running.until(1)
@@ -53,6 +54,7 @@ def test_answers_and_rejections_are_counted_by_route_and_reason() -> None:
             assert (refused.status, refused.error["code"]) == (503, "max_num_queued_reqs")
             assert int(refused.headers["retry-after"]) >= 1
             assert (await client.post("/v1/completions", b"{")).status == 503  # not even read
+            slowly.has_been_seen = True
             assert (await waiting.whole()).status == 200
             await running.whole()
             assert (await client.post("/v1/completions", b"{")).status == 400
@@ -73,7 +75,7 @@ def test_answers_and_rejections_are_counted_by_route_and_reason() -> None:
 
 def test_going_down_refuses_newcomers_and_says_so_in_health() -> None:
     async def ask() -> None:
-        async with serving() as client:
+        async with serving(observe=(slowly := Slowly())) as client:
             body = {"prompt": [7], "max_tokens": 100, "ignore_eos": True, "stream": True}
             running = client.call("/v1/completions", body)
             await running.until(1)
@@ -82,6 +84,7 @@ def test_going_down_refuses_newcomers_and_says_so_in_health() -> None:
             assert (await client.get("/health")).status == 503
             refused = await client.post("/v1/completions", body)
             assert (refused.status, refused.error["code"]) == (503, "draining")
+            slowly.has_been_seen = True
             assert await draining
             answer = await running.whole()
             assert answer.events[-1] == "[DONE]"

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import itertools
 import json
-import time
 from typing import Any
 
 import msgspec
@@ -20,15 +19,10 @@ from quire.server.dashboard.feed import Feed
 from quire.server.dashboard.frames import FEED, About, Cells, Frame
 from quire.server.dashboard.page_routes import FILES
 from quire.server.dashboard.snapshot import MOST_CELLS, OwnCells, Picture
-from server.asking import Call, run, serving
+from server.asking import Call, Slowly, run, serving
 
 PROMPT = "def secret_of_mine(number):\n    return number\n" * 8
 FOR_LONG = SamplingParams(max_tokens=150, ignore_eos=True)
-
-
-def slowly(_: object) -> None:
-    """Observe a step so that it takes long enough to be seen."""
-    time.sleep(0.005)
 
 
 def frames_of(call: Call) -> list[Frame]:
@@ -60,11 +54,12 @@ def share_a_prefix(frame: Frame) -> bool:
 )
 def test_a_frame_says_what_accounting_knows(strategy: str) -> None:
     async def body() -> None:
-        async with serving(cache=strategy, observe=slowly) as client:
+        async with serving(cache=strategy, observe=(slowly := Slowly())) as client:
             llm = client.service.engine
             feed = client.call(FEED, method="GET")
             task = asyncio.create_task(llm.complete(PROMPT, FOR_LONG))
             frame = await a_frame(feed, lambda f: f.num_running == 1)
+            slowly.has_been_seen = True
             [sequence] = frame.sequences
             assert (sequence.state, sequence.id) == ("running", 0)
             assert 0 < sequence.computed <= sequence.tokens <= sequence.max_tokens
@@ -103,12 +98,13 @@ def events(call: Call) -> dict[str, list[str]]:
 
 def test_what_two_share_is_shared_and_goes_when_they_end() -> None:
     async def body() -> None:
-        async with serving(observe=slowly) as client:
+        async with serving(observe=(slowly := Slowly())) as client:
             llm, feed = client.service.engine, client.call(FEED, method="GET")
             one = asyncio.create_task(llm.complete(PROMPT, FOR_LONG))
             await a_frame(feed, lambda f: f.num_running == 1)
             two = asyncio.create_task(llm.complete(PROMPT, FOR_LONG))
             frame = await a_frame(feed, share_a_prefix)
+            slowly.has_been_seen = True
             assert -(-frame.sequences[1].cached // 16) == frame.cells[0].states.count("s")
             assert (frame.counters.hits, frame.num_waiting) == (frame.sequences[1].cached, 0)
             await asyncio.gather(one, two)
@@ -148,7 +144,7 @@ def test_a_tenant_sees_nothing_of_another_but_how_much_it_holds_in_steps(strateg
 
     async def body() -> None:
         async with serving(
-            TENANTS, cache=strategy, kv_cache_memory_bytes="4MB", observe=slowly
+            TENANTS, cache=strategy, kv_cache_memory_bytes="4MB", observe=Slowly(0.005)
         ) as client:
             alice, bob, root = (client.with_key(key) for key in ("alice", "bob", "root"))
             seen, whole = (each.call(FEED, method="GET") for each in (alice, root))
@@ -368,7 +364,9 @@ def test_only_rows_that_somebody_has_are_drawn() -> None:
 
 def test_frames_stay_small_whatever_the_cache() -> None:
     async def body() -> None:
-        async with serving(kv_cache_memory_bytes="2GB", max_num_seqs=128, observe=slowly) as client:
+        async with serving(
+            kv_cache_memory_bytes="2GB", max_num_seqs=128, observe=Slowly(0.005)
+        ) as client:
             llm, feed = client.service.engine, client.call(FEED, method="GET")
             params = SamplingParams(max_tokens=300, ignore_eos=True)  # a frame will come by then
             tasks = [asyncio.create_task(llm.complete(f"# {i}\n" * 9, params)) for i in range(100)]

@@ -8,7 +8,7 @@ import pytest
 from engine.test_faults import FailingOperators, spoiled
 from quire.config import ServerConfig
 from quire.engine.llm import LLM
-from server.asking import Answer, Client, nothing_runs, run, serving
+from server.asking import Answer, Client, Slowly, nothing_runs, run, serving
 
 AT = "/v1/completions"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 12}
@@ -31,7 +31,7 @@ def test_an_engine_that_dies_is_seen_at_once_by_all(
     """Those who read, those who wait, those who come, and a client that asks for its health."""
 
     async def ask() -> None:
-        async with serving(max_num_seqs=2) as client:
+        async with serving(max_num_seqs=2, observe=Slowly()) as client:
             long = {"prompt": PROMPTS[0], **GREEDY, "max_tokens": 200}
             reading = client.call(AT, {**long, "stream": True})
             waiting = [client.call(AT, {**long, "stream": stream}) for stream in (False, True)]

@@ -109,7 +109,7 @@ def test_a_form_comes_by_the_same_door_as_json() -> None:
     good = part("file", b"no sound", file=True) + END
 
     async def ask() -> None:
-        config = ServerConfig(api_key=("one",), max_request_bytes=2000, body_timeout=0.2)
+        config = ServerConfig(api_key=("one",), max_request_bytes=2000)
         async with serving(config, tiny_reader("t5"), max_model_len=None) as anyone:
             client = anyone.with_key("one")
             assert (await anyone.post(AT, good, content_type=kind)).status == 401

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.config import ServerConfig
-from server.asking import Client, leave_while_it_runs, nothing_runs, run, serving
+from server.asking import Client, Slowly, leave_while_it_runs, nothing_runs, run, serving
 
 LONG: dict[str, Any] = {"prompt": [7] * 20, "max_tokens": 220, "temperature": 0, "ignore_eos": True}
 
@@ -40,7 +40,7 @@ def test_leaving_while_it_runs_frees_what_only_it_held_and_keeps_what_is_shared(
 
 def test_leaving_the_queue_is_leaving() -> None:
     async def ask() -> None:
-        async with serving(max_num_seqs=1) as client:
+        async with serving(max_num_seqs=1, observe=(slowly := Slowly())) as client:
             first = client.call("/v1/completions", {**LONG, "stream": True})
             await first.until(1)
             waiting = [client.call("/v1/completions", {**LONG, "stream": s}) for s in (True, False)]
@@ -51,6 +51,7 @@ def test_leaving_the_queue_is_leaving() -> None:
                 call.leave()
                 await call.task
             assert client.service.admission.num_queued == 0
+            slowly.has_been_seen = True
             assert (await first.whole()).events[-1] == "[DONE]"
             await nothing_runs(client)
 

@@ -27,11 +27,22 @@ KEY, TENANTS_KEY = "sesame", "a-tenants"
 
 
 @dataclass
+class Pace:
+    """Observes steps: they take so long, or all would be over before it is seen."""
+
+    pause_s: float = 0.008
+
+    def __call__(self, _: object) -> None:
+        time.sleep(self.pause_s)
+
+
+@dataclass
 class Seen:
     """A page, and what its browser has said and asked for."""
 
     page: Any
     url: str
+    pace: Pace
     complaints: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
@@ -54,7 +65,12 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
+def pace() -> Pace:
+    return Pace()
+
+
+@pytest.fixture(scope="module")
+def server(pace: Pace) -> Iterator[str]:
     """With keys. At a port that was free."""
     llm = AsyncLLM(
         demo(),
@@ -63,7 +79,7 @@ def server() -> Iterator[str]:
         max_num_seqs=8,
         kv_tier=("memory:?size=16MiB",),
         kv_tier_write="always",
-        observe=lambda _: time.sleep(0.008),  # or it would be over before it is seen
+        observe=pace,
     )
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
@@ -91,10 +107,11 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def seen(server: str, browser: Any) -> Iterator[Seen]:
+def seen(server: str, pace: Pace, browser: Any) -> Iterator[Seen]:
     """The page, let in with its key."""
+    pace.pause_s = Pace.pause_s
     context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-    found = Seen(context.new_page(), server)
+    found = Seen(context.new_page(), server, pace)
     found.page.on("request", lambda request: found.asked.append(request.url))
     found.page.on("pageerror", lambda error: found.complaints.append(str(error)))
     found.page.on(
@@ -127,7 +144,9 @@ def test_cells_appear_are_shared_and_go(seen: Seen) -> None:
         "() => document.querySelectorAll('.answer pre')[0].textContent.length > 20",
         timeout=SHORT_MS,
     )
+    seen.pace.pause_s = 0.0  # the rest need not be seen
     seen.until("n('h') === 0 && n('s') === 0 && n('c') > 5")
+    seen.pace.pause_s = Pace.pause_s
     assert page.inner_text("#rows").strip() == "Nothing runs."
     assert "found cached" in page.inner_text("#answers")
     page.fill("#max-tokens", "350")
@@ -270,7 +289,7 @@ def test_a_tenant_sees_its_own_cells(seen: Seen) -> None:
     page.evaluate("(key) => sessionStorage.setItem('quire-api-key', key)", TENANTS_KEY)
     page.reload()
     page.wait_for_selector(".link.live", timeout=SHORT_MS)
-    page.fill("#max-tokens", "200")
+    page.fill("#max-tokens", "350")
     page.click("#one")
     seen.until("n('h') > 3")
     assert "others hold about 0 %" in page.inner_text("#how-many")

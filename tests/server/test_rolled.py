@@ -5,12 +5,13 @@ import signal
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from server.process import Process, body, events, running
+from server.process import PATIENT, Process, body, events, running
 
 LONG = [" ".join(f"{name}{number}" for number in range(260)) for name in ("red", "green", "blue")]
 
@@ -60,21 +61,22 @@ def test_a_server_that_is_rolled_or_killed_breaks_no_text_and_leaves_its_blocks(
 ) -> None:
     flags = ["--kv-tier", f"file:{tmp_path}/kv", "--kv-cache-memory-bytes", "48MiB"]
     flags += ["--dtype", "float32"]  # in which other batches choose the same tokens
-    begun = threading.Barrier(len(LONG) + 1)
-    with running(*flags) as second, ThreadPoolExecutor(len(LONG)) as clients:
-        with running(*flags) as first:
+    begun, server = threading.Barrier(len(LONG) + 1), partial(running, *flags, script=PATIENT)
+    with server() as second, ThreadPoolExecutor(len(LONG)) as clients:
+        with server() as first, httpx.Client(base_url=first.url, timeout=60) as late:
+            assert late.get("/health").status_code == 200  # connected, so that it asks at once
             streams = [clients.submit(answer, first.url, prompt, 120, begun) for prompt in LONG]
             begun.wait(60)
             assert re.search(r"^ *tiers +file:/", first.log, re.MULTILINE)
             first.child.send_signal(signal.SIGTERM)
             first.wait_for("told to stop")
-            refused = httpx.post(f"{first.url}/v1/completions", json=body("a", 1))
+            refused = late.post("/v1/completions", json=body("a", 1))
             assert refused.status_code == 503
             whole = [stream.result() for stream in streams]
             assert first.end() == 0
             assert "are stored for those who come after" in first.log
         rolled = ask_all(second)
-    with running(*flags) as third:  # "second" was killed
+    with server() as third:  # "second" was killed
         killed = ask_all(third)
     for after in (rolled, killed):
         for short, long in zip(after, whole, strict=True):

@@ -31,7 +31,10 @@ def test_a_stop_lets_in_nobody_and_what_runs_finishes() -> None:
             assert said in " ".join(process.log.split())
         for said in ("tokens fit", "of this machine only, no key needed", "KV memory 18.75 MiB"):
             assert said in " ".join(process.log.split())
-        with httpx.Client(base_url=process.url, timeout=60) as client:
+        with (
+            httpx.Client(base_url=process.url, timeout=60) as client,
+            httpx.Client(base_url=process.url, timeout=60) as another,
+        ):
             health = client.get("/health", params={"key": "in-the-query"})
             assert "server" not in health.headers
             assert client.get("/nothing", params={"key": "in-the-query"}).status_code == 404
@@ -41,10 +44,9 @@ def test_a_stop_lets_in_nobody_and_what_runs_finishes() -> None:
                 next(pieces)
                 process.child.send_signal(signal.SIGTERM)
                 process.wait_for("told to stop")
-                with httpx.Client(base_url=process.url) as another:
-                    refused = another.post("/v1/completions", json={**asked, "stream": False})
-                    assert refused.status_code == 503
-                    assert int(refused.headers["retry-after"]) > 0
+                refused = another.post("/v1/completions", json={**asked, "stream": False})
+                assert refused.status_code == 503
+                assert int(refused.headers["retry-after"]) > 0
                 *_, last, done = pieces
         assert last is not None
         assert last["choices"][0]["finish_reason"] == "length"

@@ -45,12 +45,12 @@ def test_pings_fill_the_silence_and_change_nothing_else() -> None:
 
 def test_a_ping_waits_for_an_event_that_is_being_sent() -> None:
     async def ask() -> None:
-        reads, under_way = asyncio.Event(), 0
+        reads, pinged, under_way = asyncio.Event(), asyncio.Event(), 0
         sent: list[bytes] = []
 
         async def events() -> AsyncGenerator[bytes, None]:
             yield b"1"
-            await asyncio.sleep(0.02)
+            await pinged.wait()
 
         async def send(message: Any) -> None:
             nonlocal under_way
@@ -60,6 +60,8 @@ def test_a_ping_waits_for_an_event_that_is_being_sent() -> None:
                 asyncio.get_running_loop().call_later(0.02, reads.set)
                 await reads.wait()
             sent.append(message.get("body", b""))
+            if sent[-1] == b"<ping>":
+                pinged.set()
             under_way -= 1
 
         await stream(events(), ping_s=0.001)({}, stays, send)

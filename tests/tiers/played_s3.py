@@ -3,7 +3,7 @@
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs
 
@@ -23,6 +23,7 @@ class PlayedS3(ThreadingHTTPServer):
         self.most_at_once = self.at_once = 0
         self.lock = threading.Lock()
         self.over = threading.Event()
+        self.meet = threading.Barrier(1)  # those that are to be there at once
 
     def handle_error(self, *_: object) -> None:
         pass  # a client that had enough
@@ -53,8 +54,8 @@ class _Handler(BaseHTTPRequestHandler):
             store.most_at_once = max(store.most_at_once, store.at_once)
         if store.play == "hang":
             store.over.wait()
-        if store.play == "slow":
-            store.over.wait(0.05)
+        with suppress(threading.BrokenBarrierError):
+            store.meet.wait(20)
         with store.lock:
             store.at_once -= 1
         if store.play in ("403", "500"):

@@ -1,9 +1,12 @@
 """A redis-server of a test's own: its folder, its ports, TLS and ACL."""
 
 import shutil
+import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -44,6 +47,16 @@ class RedisProcess:
             assert time.monotonic() < until, "it does not answer"
             time.sleep(0.01)
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Let it do nothing meanwhile: what is sent to it waits."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -66,11 +79,6 @@ class RedisProcess:
             return self.tell("PING")[:1] in (b"+", b"-")
         except OSError:
             return False
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def make_certificates(folder: Path) -> None:

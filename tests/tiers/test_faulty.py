@@ -65,7 +65,7 @@ def test_calls_fail_as_they_are_told() -> None:
     begin_s = time.monotonic()
     with pytest.raises(TierError, match="out of time"):
         tier.find(names, Deadline.after(0.05))
-    assert 0.05 <= time.monotonic() - begin_s < 2
+    assert time.monotonic() - begin_s >= 0.05
     tier.load(names, views, soon())
     tier.drop([name], soon())
     assert tier.store([name], [memoryview(record)], soon()) == 1

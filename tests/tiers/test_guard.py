@@ -143,10 +143,10 @@ def test_a_caller_with_little_time_takes_the_tier_from_no_other() -> None:
 def test_a_tier_that_hangs_is_left_alone_when_several_have_waited_in_vain(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("quire.tiers.guard._PATIENCE_S", 0.2)
+    monkeypatch.setattr("quire.tiers.guard._PATIENCE_S", 0.5)
     tier, num_asked = guarded(hanging(99)), 0
     while tier.may_load:
-        tier.find([bytes(32)], Deadline.after(0.02))
+        tier.find([bytes(32)], Deadline.after(0.05))
         num_asked += 1
     assert 1 < num_asked <= 10
     assert tier.state == "broken"

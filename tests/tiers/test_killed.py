@@ -15,7 +15,8 @@ from quire.tiers.record_folder import list_records
 NAMESPACE = "0123456789abcdef"
 NUM_BYTES = 300_000  # long enough that most kills meet a record half written
 NUM_FIT = 20
-# Forks children that store, each from another name on, and kills each after a while.
+# Forks children that store, each from another name on, and kills each after a while: as many as it
+# is told, and more until one was in the midst of a record.
 KILLER = """
 import hashlib, os, random, signal, sys, time
 from pathlib import Path
@@ -27,7 +28,9 @@ path, namespace, num_bytes, num_fit, num_kills = sys.argv[1], sys.argv[2], *map(
 names = [hashlib.sha256(bytes([number])).digest() for number in range(2 * num_fit)]
 records = [content(name, num_bytes) for name in names]
 draw = random.Random(0)
-for kill in range(num_kills):
+for kill in range(20 * num_kills):
+    if kill >= num_kills and any((Path(path) / "tmp").iterdir()):
+        break
     if (child := os.fork()) == 0:
         tier = FileTier(
             Path(path), namespace, size_bytes=num_fit * num_bytes * 3 // 2, reserve_bytes=0
@@ -39,6 +42,8 @@ for kill in range(num_kills):
             if start % 5 == 0:
                 tier.drop(names[start : start + 2], Deadline.after(30))
     draw.random()
+    while not Path(path).exists():  # on a busy machine the first one takes a while to begin
+        time.sleep(0.001)
     time.sleep(0.005 + draw.random() * 0.02)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

@@ -1,5 +1,6 @@
 """A tier in an object store: obstore's own stores, and S3 over HTTP as a server may play it."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -62,18 +63,15 @@ class TestS3:
         assert s3.asked.count("PUT") == 3
 
     def test_requests_run_side_by_side(self, s3: PlayedS3) -> None:
-        s3.play = "slow"
+        s3.meet = threading.Barrier(3)  # none is answered before three are there
         tier, names = open_tier(f"{s3.address}&requests=3"), names_of(9)
-        began = time.monotonic()
         assert tier.store(names, records_of(names), soon()) == 9
         assert s3.most_at_once == 3
-        assert time.monotonic() - began < 18 * 0.05
 
     def test_a_store_that_hangs_ends_with_the_deadline(self, s3: PlayedS3) -> None:
         tier, names = open_tier(f"{s3.address}&requests=2"), names_of(4)
         tier.store(names, records_of(names), soon())
         s3.play = "hang"
-        began = time.monotonic()
         for call in (
             lambda: tier.find(names, Deadline.after(0.1)),
             lambda: tier.load(names, buffers(4), Deadline.after(0.1)),
@@ -82,7 +80,6 @@ class TestS3:
         ):
             with pytest.raises(TierError, match="out of time"):
                 call()
-        assert time.monotonic() - began < 1.5
 
     def test_a_late_store_reads_no_buffer_of_the_caller(self, s3: PlayedS3) -> None:
         tier, names = open_tier(s3.address), names_of(1, 7)

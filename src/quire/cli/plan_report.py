@@ -98,6 +98,7 @@ class Speeds:
     """What a plan's device computes, by ``source``; None: its speed is not known."""
 
     source: str = ""
+    told: tuple[str, ...] = ()  # sentences on whose calibration it is
     token_s: float | None = None  # to compute a token
     first: FirstToken | None = None
     full: Saturation | None = None
@@ -119,7 +120,7 @@ def print_plan(
     token_s, first = speeds.token_s, speeds.first
     console.print(_answer(found, speeds.full))
     console.print()
-    for line in _subject(found):
+    for line in _subject(found, speeds.told):
         console.print(line)
     if images is not None:
         console.print(_images(images, speeds.encoder_s))
@@ -199,6 +200,7 @@ def as_dict(
         "weights_source": subject.weights_source,
         "weights_precision": subject.precision.name,
         "weights_bytes_by_precision": dict(subject.bytes_by_precision),
+        "speed": {"source": speeds.source, "told": speeds.told} if speeds.source else None,
         "first_token": None if speeds.first is None else asdict(speeds.first),
         "prefill_apart": None if speeds.apart is None else _apart(speeds.apart),
         "saturation": None if speeds.full is None else asdict(speeds.full),
@@ -291,7 +293,7 @@ def _first_token(found: CapacityPlan, first: FirstToken | None, source: str) -> 
     )
 
 
-def _subject(found: CapacityPlan) -> Iterator[str]:
+def _subject(found: CapacityPlan, speed: Sequence[str]) -> Iterator[str]:
     subject = found.subject
     about = "about " if subject.weights_are_estimated else ""
     active = ""
@@ -314,6 +316,8 @@ def _subject(found: CapacityPlan) -> Iterator[str]:
         keeps = is_replicated(subject.spec, on_rank, found.num_ranks)
         same = ", which keep copies of some heads" if keeps else ""
         yield f"[dim]figures are those of one of {found.num_ranks} ranks{same}[/]"
+    for said in speed:
+        yield f"[dim]speed: {escape(said)}[/]"
 
 
 def _images(images: PlannedImages, encoder_s: float | None) -> str:

@@ -29,7 +29,7 @@ from quire.errors import ConfigError
 from quire.fleet.prefix_directory import MAX_REPLICAS
 from quire.planner.hardware import named_speeds, roofline
 from quire.planner.planned_tiers import TierTable
-from quire.planner.simulation.cost_model import FittedCosts, StepCosts
+from quire.planner.simulation.cost_model import FittedCosts, StepCosts, measured_for
 from quire.planner.simulation.result import Goals
 from quire.planner.simulation.routing import DEFAULT_EVENT_DELAY_S, ROUTES
 from quire.planner.simulation.simulated_door import DoorCosts
@@ -454,13 +454,8 @@ def _costs(
 ) -> tuple[StepCosts, list[str]]:
     """Return a model of how long a step takes, and notes on where it is from."""
     if calibration is not None:
-        fitted = FittedCosts.read(calibration)
-        machine, of = fitted.about.get("machine", "?"), fitted.about.get("model", "?")
-        notes = [f"speed: measured on {machine} with {of}, {calibration}"]
-        known = str(fitted.about.get("cache", "?"))
-        if others := ", ".join(sorted(strategies - {known})):
-            notes.append(f"speed: measured with --cache {known} and assumed for {others} too")
-        return fitted, notes
+        fitted, told = measured_for(calibration, subject.name, strategies)
+        return fitted, [f"speed: {each}" for each in told]
     name = device or DEFAULT_DEVICE
     note = (
         f"speed: a roofline of {name}{f' × {tp}' if tp > 1 else ''}, weights in "

@@ -62,16 +62,19 @@ async def open_door(
     membership: MakeMembership,
     *,
     name_key: bytes | None = None,
+    seed: int | None = None,
 ) -> AsyncIterator[tuple[Starlette, FleetEngine]]:
     """Make the app of a fleet once one replica is ready, and close it behind the block.
 
     ``name_key``: by which the replicas name blocks of tenants and salts; None: such prompts are
-    placed by load. Raises: ConfigError for a placement that cannot be had.
+    placed by load. ``seed``: as in ``FleetEngine``.
+
+    Raises: ConfigError for a placement that cannot be had.
     """
     members = _Members(config.shutdown_timeout)
     try:
         facts = await membership(members.join, members.leave).open()
-        engine = _engine(fleet, facts, name_key)
+        engine = _engine(fleet, facts, name_key, seed)
         try:
             members.begin(engine)
             while engine.failure is not None:
@@ -90,7 +93,9 @@ async def open_door(
         await members.close()
 
 
-def _engine(fleet: FleetConfig, facts: ReplicaFacts, name_key: bytes | None) -> FleetEngine:
+def _engine(
+    fleet: FleetConfig, facts: ReplicaFacts, name_key: bytes | None, seed: int | None
+) -> FleetEngine:
     """Make the engine, with the placement that the options name. Raises: ConfigError."""
     placement: Placement = LeastLoaded()
     follower: EventFollower | None = None
@@ -105,6 +110,7 @@ def _engine(fleet: FleetConfig, facts: ReplicaFacts, name_key: bytes | None) -> 
         replica_timeout_s=fleet.health_check_timeout,
         patience_s=_PATIENCE_S,
         prefills_apart=fleet.prefill_replicas > 0,
+        seed=seed,
     )
 
 

@@ -17,6 +17,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from random import Random
 from typing import Any, final
 
 from quire.engine.outputs import TextDelta
@@ -60,9 +61,13 @@ class FleetEngine:
         report_interval_s: float = 0.5,
         patience_s: float = 0.0,
         prefills_apart: bool = False,
+        seed: int | None = None,
     ) -> None:
         """``prefills_apart``: prefill replicas, which leave blocks for others, compute prompts
         first where that pays. Clients cannot say what is left where then.
+
+        ``seed``: of requests that set none, in the order in which they come. None: their draws are
+        new at each start, and unlike those of another door.
         """
         self._placement = placement
         self._members = Members(
@@ -77,7 +82,7 @@ class FleetEngine:
         self.num_prefilled = Counter[Prefilled]()  # prompts
         self._maker: RequestMaker | None = None
         self._streams: dict[str, Stream] = {}
-        self._numbers = count(1)
+        self._numbers, self._seeds = count(1), Random(seed)
         self._id = secrets.token_hex(4)  # two doors may use one replica
         self._joining: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -260,7 +265,7 @@ class FleetEngine:
             name = f"{self._id}-{next(self._numbers)}"
         elif name in self._streams:
             raise RequestError(f"request_id {name!r} is in use: give each request its own")
-        stream = Stream(seeded(request), name)
+        stream = Stream(seeded(request, self._seeds), name)
         stream.open_choices = set(range(request.num_choices))
         self._streams[name] = stream
         return stream

@@ -1,8 +1,8 @@
 """``Stream``: a request of a fleet until its reader has all, wherever it is continued meanwhile."""
 
 import asyncio
-import secrets
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import FinishReason, Request
@@ -84,10 +84,10 @@ class Stream:
         ]
 
 
-def seeded(request: Request) -> Request:
+def seeded(request: Request, seeds: Random) -> Request:
     """Give a request that samples without a seed one, so that another replica draws the same."""
     params = request.params
     is_greedy = params.temperature == 0 or params.top_k == 1
     if is_greedy or params.seed is not None or request.pooling is not None:
         return request
-    return replace(request, params=replace(params, seed=secrets.randbits(_SEED_BITS)))
+    return replace(request, params=replace(params, seed=seeds.getrandbits(_SEED_BITS)))

@@ -67,7 +67,13 @@ async def _serve(
     from quire.server.loop import drain, open_server
 
     async with (
-        open_door(plan.fleet, config, started.members, name_key=started.name_key) as (app, engine),
+        open_door(
+            plan.fleet,
+            config,
+            started.members,
+            name_key=started.name_key,
+            seed=plan.engine_config().seed,
+        ) as (app, engine),
         open_server(app, config, listeners, signals) as server,
     ):
         announce(

@@ -117,6 +117,28 @@ def test_prefill_replicas_are_said_to_lose_or_to_be_a_trade(
         assert words in " ".join(err.split())
 
 
+def test_a_calibration_says_whose_it_is_and_is_no_other_models(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    here = tmp_path / "here.json"
+    of = {"machine": "box", "model": "Meta-Llama/llama-3.1-8B", "cache": "virtual"}
+    FittedCosts(step_s=0.01, about=of).write(here)
+    own = ("Llama-3.1-8B", "--memory", "80GB", "--calibration", str(here))
+    speed = as_json(monkeypatch, capsys, *own)["speed"]
+    assert speed["source"] == str(here)
+    assert speed["told"] == [
+        f"measured on box with {of['model']}, {here}",
+        "measured with --cache virtual and assumed for paged too",
+    ]
+    code, out, _ = quire(monkeypatch, capsys, *own, "--cache", "virtual")
+    assert code == 0
+    assert f"speed: measured on box with {of['model']}" in " ".join(out.split())
+    assert "assumed for" not in out
+    code, _, err = quire(monkeypatch, capsys, "--calibration", str(here))
+    assert code != 0
+    assert "was measured with Meta-Llama/llama-3.1-8B, and this is demo" in " ".join(err.split())
+
+
 @pytest.mark.parametrize("cache", ["paged", "virtual"])
 def test_a_record_is_of_a_block_also_where_that_fills_large_pages(
     cache: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -203,6 +225,9 @@ def test_fit_finds_and_plans_with_what_it_found(
         (("--quantization", "int8", "--device", "h100"), "is planned for a CPU"),
         (("--quantization", "int8", "--weights", "fp8"), "leave one out"),
         (("--validate", "--memory", "1GiB"), "runs the engine on this machine"),
+        (("--validate", "--prefill-replicas", "1"), "leave out --prefill-replicas"),
+        (("--validate", "--fit", "length", "--replicas", "2"), "leave out --fit and --replicas"),
+        (("--validate", "--calibration", "here.json"), "leave out --calibration"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_line(

@@ -6,7 +6,7 @@ network between ranks) it leaves out of every strategy alike.
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from math import inf, log2
 from pathlib import Path
@@ -285,6 +285,32 @@ class FittedCosts:
                     f"--calibration {path}: a step of {size} tokens would take {took_s} seconds"
                 )
         return found
+
+
+def measured_for(path: Path, model: str, strategies: Set[str]) -> tuple[FittedCosts, list[str]]:
+    """Read a calibration for a model. Return it, and sentences on whose it is.
+
+    ``strategies``: those whose steps it is to give. One that was measured with another strategy is
+    taken, and a sentence says so.
+
+    Raises: ConfigError for what is none, or is another model's.
+    """
+    found = FittedCosts.read(path)
+    machine, known, cache = (str(found.about.get(of, "")) for of in ("machine", "model", "cache"))
+    if known and _last_part(known) != _last_part(model):
+        raise ConfigError(
+            f"--calibration {path} was measured with {known}, and this is {model}: quire bench "
+            f"{model} --calibrate FILE measures it on this machine"
+        )
+    told = [f"measured on {machine or '?'} with {known or '?'}, {path}"]
+    if others := ", ".join(sorted(strategies - {cache})):
+        told.append(f"measured with --cache {cache or '?'} and assumed for {others} too")
+    return found, told
+
+
+def _last_part(model: str) -> str:
+    """Return a model's name without its organisation, or its folder's without those above."""
+    return model.rstrip("/").rpartition("/")[2].lower()
 
 
 # The order of ``features``.
