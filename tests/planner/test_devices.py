@@ -38,6 +38,7 @@ def test_a_name_is_read_as_people_write_it() -> None:
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
         ("a100-80gb", "a100"),
         ("Tesla V100-SXM2-16GB", "v100-16gb"),
         ("NVIDIA A10G", "a10g"),
@@ -50,6 +51,22 @@ def test_a_name_is_read_as_people_write_it() -> None:
 )
 def test_a_name_is_read_as_drivers_and_makers_write_it(name: str, key: str) -> None:
     assert device_key(name) == key
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "word"),
+    [
+        ("NVIDIA H100 PCIe", "h100", "pcie"),
+        ("NVIDIA H100 NVL", "h100", "nvl"),
+        ("H200 NVL", "h200", "nvl"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090", "laptop"),
+        ("RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtx-pro-6000", "maxq"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a100-40gb", "mig"),
+    ],
+)
+def test_a_slower_card_of_the_same_name_is_refused(name: str, key: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=f"{word} makes it another card than '{key}'"):
+        device_key(name)
 
 
 def test_the_beginning_of_several_names_is_none() -> None:

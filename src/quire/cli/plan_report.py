@@ -164,6 +164,7 @@ def print_table_of_models(models: Models, *, as_json: bool) -> None:
         "",
     )
     table.columns[0].no_wrap = True
+    table.pad_edge = False  # else 80 columns are two too few
     sources = models.sources
     for model in models.models:
         subject = subject_of(model.name, model.config)
@@ -208,7 +209,7 @@ def as_dict(
         if images is None
         else {**asdict(images), "num_tokens": images.num_tokens, "encoder_s": speeds.encoder_s},
         "tp": found.num_ranks,
-        "device": found.place.machine.hint[1],
+        "device": _device_name(found),
         "here": found.place.here,
         "fits": found.fits,
         "found": fitted,
@@ -251,13 +252,21 @@ def _cell(cell: Cell) -> dict[str, Any]:
     }
 
 
+def _device_name(found: CapacityPlan) -> str:
+    """Return what the plan is for: a device by its name, or what limits this machine."""
+    machine = found.place.machine
+    if machine.working_set_bytes is not None and not found.place.here:
+        return machine.tightest.source  # not the part of its memory that a GPU may use
+    return machine.hint[1]
+
+
 def _answer(found: CapacityPlan, full: Saturation | None) -> str:
     """Say what fits and what it computes, in which precision, and what weights take in others."""
     subject, cell = found.subject, found.cell
     request = found.request
-    memory, where = found.place.machine.hint
+    where = _device_name(found)
     if where == "--memory":
-        where = f"{format_bytes(memory)} of memory"
+        where = f"{format_bytes(found.place.machine.hint[0])} of memory"
     each = f"{format_count(request.input_tokens)} + {format_count(request.output_tokens)} tokens"
     ranks = f"{found.num_ranks} × " if found.num_ranks > 1 else ""
     on = f"{ranks}{escape(where)} with {escape(cell.strategy)}"

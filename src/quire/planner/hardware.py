@@ -5,7 +5,7 @@ the size that its maker states. All of it counts as free, since the use by a dri
 another process is not known.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -117,6 +117,11 @@ _ALSO = MappingProxyType(
         "a6000": "rtx-a6000",
     }
 )
+# Words behind a name that make it another card, slower or with other memory.
+_OTHER_CARDS = frozenset(("laptop", "mobile", "mig", "maxq"))
+_NAMESAKES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"h100": frozenset(("pcie", "nvl")), "h200": frozenset(("nvl",))}
+)
 
 
 def device_key(name: str) -> str:
@@ -128,6 +133,7 @@ def device_key(name: str) -> str:
     Raises: ConfigError with the nearest name.
     """
     key = "-".join(name.lower().replace("_", " ").replace("-", " ").split())
+    key = key.replace("max-q", "maxq")
     for maker in _MAKERS:
         key = key.removeprefix(maker)
     if key.startswith(("m3-", "m4-")) or key in ("m3", "m4"):
@@ -138,7 +144,9 @@ def device_key(name: str) -> str:
         if (known := spelled.get("".join(parts[:count]))) is not None:
             known = _ALSO.get(known, known)
             sized = (f"{known}-{part}" for part in parts[count:])
-            return next((each for each in sized if each in DEVICES), known)
+            found = next((each for each in sized if each in DEVICES), known)
+            _refuse_another_card(name, found, parts[count:])
+            return found
     begun = [known for known in DEVICES if f"{known}-".startswith(f"{key}-")]
     if len(begun) == 1:
         return begun[0]
@@ -150,6 +158,16 @@ def device_key(name: str) -> str:
         f"device {name!r} is unknown; {hint}known: {named_devices()}. "
         "For another device, give its size: --memory 80GB"
     )
+
+
+def _refuse_another_card(name: str, known: str, words: Sequence[str]) -> None:
+    """Refuse a name whose further words say that it is another card than ``known``."""
+    if said := (_OTHER_CARDS | _NAMESAKES.get(known, frozenset())).intersection(words):
+        raise ConfigError(
+            f"device {name!r} is unknown: {' '.join(sorted(said))} makes it another card than "
+            f"{known!r}. Give its own memory, for the speed of that one: --device {known} "
+            "--memory 80GB"
+        )
 
 
 def _joined(key: str) -> str:

@@ -22,11 +22,14 @@ ROOT = Path(__file__).parents[3]
 
 
 def quire(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *arguments: str,
+    columns: int = 160,
 ) -> tuple[int, str, str]:
     """Exit code, standard output, standard error."""
     monkeypatch.setattr(sys, "argv", ["quire", "plan", *arguments])
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", str(columns))
     code = 0
     try:
         main()
@@ -304,9 +307,25 @@ def test_the_table_is_listed_with_its_sources(
     said = as_json(monkeypatch, capsys, "--list")
     assert len(said["models"]) >= 40
     assert all(model["source"] for model in said["models"])
-    code, out, _ = quire(monkeypatch, capsys, "--list")
+    sources = list(dict.fromkeys((each["source"], each["read_on"]) for each in said["models"]))
+    code, out, _ = quire(monkeypatch, capsys, "--list", columns=80)
     assert code == 0
-    assert "meta-llama/Llama-3.1-8B" in out
+    for model in said["models"]:
+        (row,) = (line for line in out.splitlines() if line.split()[:1] == [model["name"]])
+        assert row.split()[-1] == str(1 + sources.index((model["source"], model["read_on"])))
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out  # no figure and no head is cut
+
+
+def test_a_device_with_unified_memory_has_its_name_in_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("Llama-3.2-1B", "--device", "M4 Max 64GB", "--cache", "paged")
+    _, out, _ = quire(monkeypatch, capsys, *arguments)
+    assert "at once on Apple M4 Max, 64 GB with paged" in out.splitlines()[0]
+    assert "recommended working set" in out  # what bounds the memory, in the ledger's lines
+    said = as_json(monkeypatch, capsys, *arguments)
+    assert said["device"] == "Apple M4 Max, 64 GB"
 
 
 def test_validate_agrees_to_the_byte(
