@@ -440,6 +440,22 @@ def test_two_models_under_one_name_are_refused() -> None:
     run(ask())
 
 
+def test_equal_replicas_cost_the_same_whatever_each_has_measured() -> None:
+    measured = {"a": 1.00e-3, "b": 1.06e-3, "slow": 2e-3}
+    costs = {"a": 1.03e-3, "b": 1.03e-3, "slow": 2e-3}
+
+    async def ask() -> None:
+        async with fleet_of(*measured) as fleet:
+            for each in fleet.replicas:
+                each.load_changes["compute_s_per_token"] = measured[each.name]
+            loads = fleet.placement.loads
+            await until(
+                lambda: {n: loads[n].compute_s_per_token for n in costs} == pytest.approx(costs)
+            )
+
+    run(ask())
+
+
 def test_the_first_replica_opens_the_door() -> None:
     class Slow(BreakableReplica):
         ready = asyncio.Event()

@@ -27,6 +27,7 @@ from quire.kv.prefix_index import Medium
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0  # that the end of one request at its replica may take
+_ALIKE = 1.25  # a token's price at a replica over that at another, up to which both are equal
 
 State: TypeAlias = Literal["joining", "up", "draining", "lost", "refused"]
 # How a request ended at one replica. "refused": it was passed over; "lost": the replica, or what it
@@ -295,6 +296,9 @@ class Members:
     def _with_costs_of_others(self, load: Load) -> Load:
         """Return a load in which what the replica has not measured costs what others measured, in
         the mean: a prompt's token, and a block of each tier.
+
+        A token that costs nearly as much as elsewhere costs the mean of both: what equal replicas
+        measure differs by some hundredths, and must not send a prompt to one that is at work.
         """
         tokens: list[float] = []
         blocks: dict[Medium, list[float]] = {}
@@ -306,7 +310,9 @@ class Members:
                 for medium, seconds in theirs.load_s_per_block.items():
                     blocks.setdefault(medium, []).append(seconds)
         token_s = load.compute_s_per_token
-        if token_s is None and tokens:
+        if token_s is not None:
+            tokens = [each for each in tokens if token_s <= _ALIKE * each <= _ALIKE**2 * token_s]
+        if tokens:
             token_s = fmean(tokens)
         costs = {medium: fmean(several) for medium, several in blocks.items()}
         return replace(
