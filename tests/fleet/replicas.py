@@ -47,7 +47,7 @@ EVENTS = {
 }
 
 
-async def until(holds: Callable[[], object], *, within_s: float = 30.0) -> None:
+async def until(holds: Callable[[], object], *, within_s: float = 10.0) -> None:
     """Raises: TimeoutError."""
     async with asyncio.timeout(within_s):
         while not holds():
