@@ -57,6 +57,7 @@ FILLED = 10**6  # blocks beside those of prompts, in the directory whose choices
 GROUPS = (Group(spec=FullAttention(num_kv_heads=8, head_dim=128, dtype="bfloat16"), layers=(0,)),)
 PROMPTS, REPLICAS = (2_000, 12_000, 100_000), (2, 8, 64)
 GOAL_US, GOAL_BYTES, GOAL_SHARE = 200.0, 100.0, 0.95
+ONE = {"one": "one cache and engine", "one cache": "one cache, engines side by side"}
 
 app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
 
@@ -232,10 +233,15 @@ def throughput(rng: np.random.Generator, rounds: int) -> list[list[Any]]:
 
 @dataclass(frozen=True)
 class Together:
-    """The costs of several devices as one: each step takes its share of the time."""
+    """The costs of several devices as one: each step takes its share of the time.
+
+    ``side_by_side``: each device computes its part of a step with weights of its own. So a sequence
+    decodes as slowly as at one of them, and holds its blocks as long.
+    """
 
     costs: StepCosts
     num: int
+    side_by_side: bool = False
 
     @property
     def copy_s(self) -> float:
@@ -262,12 +268,24 @@ class Together:
         return self.costs.load_s_per_byte / self.num
 
     def seconds(self, work: StepWork) -> float:
-        return self.costs.seconds(work) / self.num
+        if not self.side_by_side:
+            return self.costs.seconds(work) / self.num
+        part = StepWork(
+            num_tokens=-(-work.num_tokens // self.num),
+            num_sequences=-(-work.num_sequences // self.num),
+            num_sampled=-(-work.num_sampled // self.num),
+            num_read=work.num_read / self.num,
+            num_attended=work.num_attended / self.num,
+            num_prompts=-(-work.num_prompts // self.num),
+            num_outlooks=work.num_outlooks,
+        )
+        return self.costs.seconds(part)
 
 
 def fleet(num_replicas: int, routing: str, policy: str, memory: float = 1.0) -> Fleet:
-    """``routing`` "one": a single engine with the memory and the speed of them all. ``memory``: of
-    what a replica's cache would have.
+    """``routing`` "one": a single engine with the memory and the speed of them all; "one cache":
+    such that its sequences decode as slowly as a replica's. ``memory``: of what a replica's cache
+    would have.
     """
     config = EngineConfig.from_options(
         memory_mode="dedicated",
@@ -279,17 +297,18 @@ def fleet(num_replicas: int, routing: str, policy: str, memory: float = 1.0) -> 
     subject = find_subject("Llama-3.1-8B", dtype=config.dtype)
     place = place_of(None, DEVICE)
     costs = roofline(subject, subject.spec, DEVICE, 1)
-    num = 1 if routing == "one" else num_replicas
-    how = "round-robin" if routing == "one" else routing
+    is_one = routing in ONE
+    num = 1 if is_one else num_replicas
+    how = "round-robin" if is_one else routing
     found = fleet_for(subject, config, place, costs, num_replicas=num, routing=how)
     capacity_bytes = int(memory * found.sizes.capacity_bytes)
     found = replace(found, sizes=replace(found.sizes, capacity_bytes=capacity_bytes))
-    if routing != "one":
+    if not is_one:
         return found
     return replace(
         found,
         sizes=replace(found.sizes, capacity_bytes=num_replicas * found.sizes.capacity_bytes),
-        costs=Together(costs, num_replicas),
+        costs=Together(costs, num_replicas, side_by_side=routing == "one cache"),
         limits=replace(
             found.limits,
             max_num_seqs=num_replicas * found.limits.max_num_seqs,
@@ -325,6 +344,9 @@ def hits(
         "replicas": num_replicas,
         "routing": routing,
         "hit_rate": result.hit_rate,
+        # Of the caches, by sequences that run, in the mean over time.
+        "held": (result.committed_bytes - result.cached_bytes)
+        / (replicas.num_replicas * replicas.sizes.capacity_bytes),
         "num_used": sum(each > 0 for each in computed),
         "busiest": max(computed) * len(computed) / sum(computed),
         "ttft_s": result.latencies["ttft_s"],
@@ -444,7 +466,7 @@ def _hits(
         (trace, int(each), routing, num, rate, policy, memory)
         for policy in policies.split(",")
         for each in replicas.split(",")
-        for routing in ("one", "prefix-aware", "least-loaded")
+        for routing in (*ONE, "prefix-aware", "least-loaded")
     ]
     rows, claims, whole = [], [], 1.0
     with ProcessPoolExecutor(jobs) as pool:
@@ -460,7 +482,8 @@ def _hits(
                 [
                     str(each),
                     policy,
-                    "one cache and engine" if routing == "one" else routing,
+                    ONE.get(routing, routing),
+                    f"{found['held']:.1%}",
                     f"{found['hit_rate']:.2%}",
                     f"{share:.3f}",
                     f"{found['num_used']}",
@@ -475,6 +498,7 @@ def _hits(
         "replicas",
         "policy",
         "routing",
+        "held",
         "found",
         "of one",
         "caches used",
