@@ -400,21 +400,19 @@ def write_several(thread: Thread) -> None:
     at_once = panel.at_once
     thread.fill(0.0, at["out"], num_panels * (panel.value_rows * LINE_BYTES))
     code.each(num_panels, lambda p: _begin_panel(thread, p))
-    # Both ends of what a query reads grow with its position.
-    min_high = _reach(thread, "highs", code.whole(0))
-    min_low, max_low = (_reach(thread, "lows", r) for r in (code.whole(0), num_rows - 1))
+    min_low = _reach(thread, "lows", code.whole(0))
 
     def tile(t: Int) -> None:
         # A tile may begin where no query reads, and where nothing is kept any more.
         values = _copy_tile(thread, t, t.at_least(min_low), (t + KEYS).at_most(item["stop"]))
-        whole = code.b.and_(t >= max_low, t + (KEYS - 1) < min_high + 1)
 
         def panels(first: Int) -> None:
             """Few at a time, so that their scores are still close when they are weighed."""
             last = (first + at_once).at_most(num_panels)
-            queries = at["queries"] + first * (panel.key_words * LINE_BYTES)
-            out = at["out"] + first * (panel.value_rows * LINE_BYTES)
-            code.run("score", at["keys"], queries, at["scores"], last - first)
+            # Both ends of what a query reads grow with its position.
+            ends = first * LANES, (last * LANES).at_most(num_rows) - 1
+            lows, highs = ([_reach(thread, which, r) for r in ends] for which in ("lows", "highs"))
+            whole = code.b.and_(t >= lows[1], highs[0] >= t + (KEYS - 1))
 
             def weigh(name: str) -> Callable[[], None]:
                 def one(p: Int) -> None:
@@ -422,8 +420,15 @@ def write_several(thread: Thread) -> None:
 
                 return lambda: code.each(last, one, start=first)
 
-            code.either(whole, weigh("weigh"), weigh("weigh_masked"))
-            code.run("add_values", values, at["weights"], out, last - first)
+            def attend() -> None:
+                queries = at["queries"] + first * (panel.key_words * LINE_BYTES)
+                out = at["out"] + first * (panel.value_rows * LINE_BYTES)
+                code.run("score", at["keys"], queries, at["scores"], last - first)
+                code.either(whole, weigh("weigh"), weigh("weigh_masked"))
+                code.run("add_values", values, at["weights"], out, last - first)
+
+            # What none of these queries reads would add nothing.
+            code.when(code.b.and_(highs[1] >= t, lows[0] < t + KEYS), attend)
             # Meanwhile memory is asked for these panels' share of the next tile.
             begin, end = (t + KEYS + KEYS * n // num_panels for n in (first, last))
             _fetch(thread, begin, end.at_most(item["stop"]))
