@@ -207,6 +207,14 @@ def test_too_many_marks_are_refused_before_any_is_read(monkeypatch: pytest.Monke
     assert not read
 
 
+def test_results_within_results_are_not_looked_into() -> None:
+    """Deep nesting would end the stack; a tool's result holds no other."""
+    block: dict[str, Any] = text("deep", FIVE)
+    for _ in range(3_000):
+        block = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+    assert not anthropic_marks([{"role": "user", "content": [block]}])
+
+
 @pytest.mark.parametrize(
     ("path", "asked"),
     [

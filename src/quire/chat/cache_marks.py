@@ -151,8 +151,9 @@ def _of_content(content: Any, where: str) -> Iterator[tuple[int, float]]:
     for index, block in enumerate(_blocks(content)):
         own = _seconds(block, f"{where}[{index}]")
         inner = block.get("content") if isinstance(block, Mapping) else None
-        for _, seconds in _of_content(inner, f"{where}[{index}].content"):  # a tool's result
-            own = max(own or 0, seconds)
+        for place, each in enumerate(_blocks(inner)):  # of a tool's result, which holds no other
+            if (seconds := _seconds(each, f"{where}[{index}].content[{place}]")) is not None:
+                own = max(own or 0, seconds)
         if own is not None:
             yield index + 1, own
 
