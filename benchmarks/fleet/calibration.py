@@ -33,6 +33,7 @@ from quire.planner.simulation.cost_model import (
     FittedCosts,
     Reach,
     StepWork,
+    first_token_s,
     nonnegative_least_squares,
 )
 from quire.sampling_params import SamplingParams
@@ -269,6 +270,7 @@ class _Runs:
         """
         fresh_s: dict[int, list[float]] = {length: [] for length in _PROMPTS}
         again_s: dict[int, list[float]] = {length: [] for length in _PROMPTS}
+        most = OPTIONS["max_num_batched_tokens"]
         for number in range(_WARM_UPS + _ROUNDS):
             for length in _PROMPTS:
                 prompts = self._drawn(NUM_REPLICAS, length)
@@ -277,21 +279,14 @@ class _Runs:
                     if answers and number >= _WARM_UPS:
                         beside_s[length].append(
                             mean(
-                                each.first_s - self._steps_s(costs, length, each.found_tokens)
+                                each.first_s
+                                - first_token_s(
+                                    costs, self._reach, length, most, found_tokens=each.found_tokens
+                                )
                                 for each in answers
                             )
                         )
         return fresh_s, again_s
-
-    def _steps_s(self, costs: FittedCosts, length: int, found_tokens: int) -> float:
-        """Return the seconds of the steps up to the first token, as the costs have it."""
-        most, seconds = OPTIONS["max_num_batched_tokens"], 0.0
-        for start in range(found_tokens, length, most):
-            stop = min(start + most, length)
-            read, attended = self._reach.of_range(start, stop)
-            work = StepWork(stop - start, 1, int(stop == length), read, attended, 1)
-            seconds += costs.seconds(work)
-        return seconds
 
     async def at_once(self) -> list[float]:
         """Return the processor seconds of this process for a short request, of each round.

@@ -16,6 +16,7 @@ from engine.test_llm import demo
 from quire import AsyncLLM
 from quire.config import ServerConfig
 from quire.server.app import make_app
+from server.asking import Slowly
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -27,22 +28,12 @@ KEY, TENANTS_KEY = "sesame", "a-tenants"
 
 
 @dataclass
-class Pace:
-    """Observes steps: they take so long, or all would be over before it is seen."""
-
-    pause_s: float = 0.008
-
-    def __call__(self, _: object) -> None:
-        time.sleep(self.pause_s)
-
-
-@dataclass
 class Seen:
     """A page, and what its browser has said and asked for."""
 
     page: Any
     url: str
-    pace: Pace
+    slowly: Slowly
     complaints: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
@@ -65,12 +56,12 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def pace() -> Pace:
-    return Pace()
+def slowly() -> Slowly:
+    return Slowly(0.008)
 
 
 @pytest.fixture(scope="module")
-def server(pace: Pace) -> Iterator[str]:
+def server(slowly: Slowly) -> Iterator[str]:
     """With keys. At a port that was free."""
     llm = AsyncLLM(
         demo(),
@@ -79,7 +70,7 @@ def server(pace: Pace) -> Iterator[str]:
         max_num_seqs=8,
         kv_tier=("memory:?size=16MiB",),
         kv_tier_write="always",
-        observe=pace,
+        observe=slowly,
     )
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
@@ -107,11 +98,11 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def seen(server: str, pace: Pace, browser: Any) -> Iterator[Seen]:
+def seen(server: str, slowly: Slowly, browser: Any) -> Iterator[Seen]:
     """The page, let in with its key."""
-    pace.pause_s = Pace.pause_s
+    slowly.has_been_seen = False
     context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-    found = Seen(context.new_page(), server, pace)
+    found = Seen(context.new_page(), server, slowly)
     found.page.on("request", lambda request: found.asked.append(request.url))
     found.page.on("pageerror", lambda error: found.complaints.append(str(error)))
     found.page.on(
@@ -144,9 +135,9 @@ def test_cells_appear_are_shared_and_go(seen: Seen) -> None:
         "() => document.querySelectorAll('.answer pre')[0].textContent.length > 20",
         timeout=SHORT_MS,
     )
-    seen.pace.pause_s = 0.0  # the rest need not be seen
+    seen.slowly.has_been_seen = True
     seen.until("n('h') === 0 && n('s') === 0 && n('c') > 5")
-    seen.pace.pause_s = Pace.pause_s
+    seen.slowly.has_been_seen = False
     assert page.inner_text("#rows").strip() == "Nothing runs."
     assert "found cached" in page.inner_text("#answers")
     page.fill("#max-tokens", "350")

@@ -256,7 +256,7 @@ def _costs_of(
 ) -> Callable[[Subject, int], tuple[StepCosts, list[str]]] | None:
     """Return what makes a cost model of a subject and its ranks, and sentences on whose it is.
 
-    None where no speed is known. Raises: ConfigError, which it does too.
+    None where no speed is known. Raises: ConfigError; what is returned does, too.
     """
     key = known_speed(device)
     if calibration is not None:

@@ -147,10 +147,15 @@ class StepCosts(Protocol):
         ...
 
 
-def first_token_s(costs: StepCosts, reach: Reach, input_tokens: int, chunk_tokens: int) -> float:
-    """Return the seconds to the first token of a prompt that is alone, in chunks of so many."""
+def first_token_s(
+    costs: StepCosts, reach: Reach, input_tokens: int, chunk_tokens: int, *, found_tokens: int = 0
+) -> float:
+    """Return the seconds to the first token of a prompt that is alone, in chunks of so many.
+
+    ``found_tokens`` of it are in the cache.
+    """
     seconds = 0.0
-    for start in range(0, input_tokens, chunk_tokens):
+    for start in range(found_tokens, input_tokens, chunk_tokens):
         stop = min(start + chunk_tokens, input_tokens)
         read, attended = reach.of_range(start, stop)
         is_last = int(stop == input_tokens)
