@@ -280,19 +280,19 @@ class Code:
         """Read sixteen floats."""
         return self.read(address, FLOATS)
 
-    def prefetch(self, address: Int, nbytes: int, *, writes: bool = False) -> None:
-        """Ask for ``nbytes`` that are needed soon, where the CPU does not see that itself."""
+    def prefetch(self, address: Int, nbytes: int) -> None:
+        """Ask for ``nbytes`` that are read soon, where the CPU does not see that itself."""
         if self.isa.prefetch:
-            # Of reads: into L2 only, which keeps the few places for misses of L1 free.
-            self._ask(address, nbytes, writes=writes, locality=3 if writes else 2)
+            # Into L2 only, which keeps the few places for misses of L1 free.
+            self._ask(address, nbytes, (0, 2, 1))
 
-    def prefetch_block(self, address: Int, nbytes: int) -> None:
-        """Ask for ``nbytes`` of a block that is read soon."""
+    def prefetch_block(self, address: Int, nbytes: int, *, writes: bool = False) -> None:
+        """Ask for ``nbytes`` of a cache's block that are needed soon."""
         if self.isa.block_prefetch is not None:
-            self._ask(address, nbytes, writes=False, locality=self.isa.block_prefetch)
+            self._ask(address, nbytes, (1, 3, 1) if writes else (0, self.isa.block_prefetch, 1))
 
-    def _ask(self, address: Int, nbytes: int, *, writes: bool, locality: int) -> None:
-        hints = [ir.Constant(I32, hint) for hint in (int(writes), locality, 1)]
+    def _ask(self, address: Int, nbytes: int, how: tuple[int, int, int]) -> None:
+        hints = [ir.Constant(I32, hint) for hint in how]
         for n in range(0, nbytes, LINE_BYTES):
             line = self.pointer(address + n)
             self.call("llvm.prefetch.p0", ir.VoidType(), line, *hints)
