@@ -654,7 +654,7 @@ def test_what_steps_free_is_kept_until_it_is_trimmed() -> None:
 
 @linux
 @pytest.mark.parametrize(
-    "name, value",
+    ("name", "value"),
     [
         ("MALLOC_TRIM_THRESHOLD_", "131072"),
         ("MALLOC_MMAP_THRESHOLD_", "131072"),
