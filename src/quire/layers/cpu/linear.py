@@ -5,7 +5,8 @@ faster (many rows), or where there is no kernel for what is given, a call is tor
 
 The kernels add up every sum in the same order, however many rows there are; torch does not. A
 product that is to be ``batch_invariant`` takes many rows piece by piece instead, and is never
-torch's; so does one in 16 bits that the CPU does not know, for which torch is slower.
+torch's; so does one for which torch is not faster: of pairs of bfloat16, and in 16 bits that the
+CPU does not know. Pairs have two orders, one for few rows, unless they are to have one.
 """
 
 import struct
@@ -222,17 +223,21 @@ class _Product:
         self._widths = tuple(weight.shape[0] for weight in weights)
         # A gate's outputs come with those that it gates.
         self._outs = 1 if activation else len(weights)
-        self._shape = ProductShape(
+        shape = ProductShape(
             kind=KINDS[self._dtype],
             tiles=self._isa.amx and self._dtype == torch.bfloat16,
             activation=activation,
-            one_order=linears.batch_invariant,
         )
+        if linears.batch_invariant and shape.panel_rows(self._isa) is not None:
+            shape = replace(shape, one_order=True)  # the others have one as it is
+        self._shape = shape
         given = linears.most_rows
         usual = self._shape.most_rows(self._isa) if given is None else given
         self.most_rows = sys.maxsize if linears.batch_invariant else usual
         in_pieces = given is None and self.most_rows == sys.maxsize
-        self._at_once = self._shape.rows_at_once(self._isa, self._num_inputs) if in_pieces else usual
+        self._at_once = (
+            self._shape.rows_at_once(self._isa, self._num_inputs) if in_pieces else usual
+        )
         self._work = linears.kernels.address(
             f"linear {self._shape}", lambda module: write_worker(module, self._shape, self._isa)
         )

@@ -51,7 +51,7 @@ class ProductShape:
     kind: str  # of weights, inputs and outputs
     tiles: bool  # AMX multiplies
     activation: str | None = None  # of the first matrix's outputs, times the second's
-    one_order: bool = False  # of sums, for any number of rows
+    one_order: bool = False  # of sums, for any number of rows, where there would be two
 
     def pairs(self, isa: Isa) -> bool:
         """Tell whether inputs are bfloat16 pairs; else they become float32."""

@@ -707,9 +707,9 @@ def _tile(number: int) -> ir.Constant:
 #
 #     c[o][r] = Σ_w weight[o][w] · x[w][r]     words w are pairs of bfloat16; r: sixteen rows, lanes
 #
-# No sum crosses a vector, and a word of weights is read once for up to three panels. A call takes as
-# long for one row as for sixteen, which is no longer than memory takes where all cores read. Every
-# sum is added up in the order of its inputs, however many rows there are.
+# No sum crosses a vector, and a word of weights is read once for up to three panels. One row takes
+# as long as sixteen, which is no longer than memory takes where all cores read. Every sum is added
+# up in the order of its inputs, however many rows there are.
 
 _WORDS = 4  # of each output, between two looks at the loop's end
 
@@ -774,32 +774,29 @@ def _rows_of_panels(code: Code, panels: int, first: bool) -> None:
     outputs = PANEL_OUTPUTS[panels]
     words = steps * LANES
 
-    def add(totals: list[Value], place: Int, given: Int, stride: int | Int) -> list[Value]:
+    def add(totals: list[Value], place: Int, stride: Int, given: Int) -> list[Value]:
         found = list(totals)
         for w in range(_WORDS):
             inputs = [
                 code.read(given + panel_bytes * p + w * LINE_BYTES, INTS) for p in range(panels)
             ]
             for o in range(outputs):
-                weight = code.splat(code.read(place + row_bytes_of(o, stride) + w * 4, I32))
+                weight = code.splat(code.read(place + stride * o + w * 4, I32))
                 for p in range(panels):
                     at = o * panels + p
                     found[at] = code.dot_pairs(found[at], weight, inputs[p])
         return found
 
-    def row_bytes_of(o: int, stride: int | Int) -> int | Int:
-        return o * stride if isinstance(stride, int) else stride * o
-
     def some_words(word: Int, totals: list[Value]) -> list[Value]:
         if first:
-            some_bytes = outputs * _WORDS * 4
-            code.prefetch(ahead + word * (outputs * 4), some_bytes)
-        return add(totals, weights + word * 4, x + word * LINE_BYTES, row_bytes)
+            code.prefetch(ahead + word * (outputs * 4), outputs * _WORDS * 4)
+        return add(totals, weights + word * 4, row_bytes, x + word * LINE_BYTES)
 
     totals = code.loop(words, [code.floats(0.0)] * (outputs * panels), some_words, step=_WORDS)
 
     def rest(word: Int, totals: list[Value]) -> list[Value]:
-        return add(totals, last + word * 4, x + (words + word) * LINE_BYTES, LINE_BYTES)
+        given = x + (words + word) * LINE_BYTES
+        return add(totals, last + word * 4, code.whole(LINE_BYTES), given)
 
     has_rest = code.choose(last >= 1, code.whole(LANES), code.whole(0))
     totals = code.loop(has_rest, totals, rest, step=_WORDS)
