@@ -25,6 +25,7 @@ class Isa:
     registers: int  # vectors of sixteen floats that fit into the registers
     f16: bool  # converts float16
     prefetch: bool  # waits for memory less if it is asked early
+    prefetch_weights: bool  # so it does for weights, which are long pieces of memory
     bf16_convert: bool  # rounds float32 to bfloat16
     bf16_dot: bool  # multiplies pairs of bfloat16 in less time than it takes to make them float32
     byte_dot: bool  # multiplies bytes and adds up four products in a lane
