@@ -8,7 +8,7 @@ What processors the parts of each way take for a request says what bounds it: al
 on these processors, and the replicas alone where door, Ray and clients have others.
 
     python -m benchmarks.fleet.bench_door --rounds 60
-    python -m benchmarks.fleet.bench_door --model FOLDER --max-num-seqs 8 --rounds 10 --each 2
+    python -m benchmarks.fleet.bench_door --model FOLDER --memory 1GiB --at-once 16,64 --each 1
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class Claim:
 def main(
     with_claims: WithClaims = False,
     rounds: Annotated[int, typer.Option(help="Requests to each, one at a time.")] = 60,
-    at_once: Annotated[int, typer.Option(help="Clients of the second part.")] = 16,
+    at_once: Annotated[str, typer.Option(help="Clients of the second part: numbers.")] = "16",
     each: Annotated[int, typer.Option(help="Requests of each of them.")] = 6,
     turns: Annotated[int, typer.Option(help="Turns of the second part, after one more.")] = 5,
     model: Annotated[str, typer.Option(help="A folder; default: the demo model.")] = "",
@@ -72,7 +72,10 @@ def main(
     ):
         times = asyncio.run(_first_bytes(alone.port, fleet.port, rounds))
         ways = {"serve": alone, "again": alone, "fleet": fleet}
-        rates, used = asyncio.run(_rates(ways, at_once, each, turns))
+        several = {
+            count: asyncio.run(_rates(ways, count, each, turns))
+            for count in map(int, at_once.split(","))
+        }
     console, claims = Console(), []
     table = Table(title=f"{rounds} rounds, {NUM_TOKENS} tokens each, ms", title_justify="left")
     for column in ("asked", "first byte", "p10", "p90", "whole"):
@@ -99,41 +102,10 @@ def main(
             notes={"again (A/A)": again},
         )
     )
-    two, one = median(rates["fleet"]), median(rates["serve"])
-    claims.append(
-        Claim(
-            claim=f"requests a second of two replicas, {at_once} at once",
-            ours=two,
-            peer=one,
-            unit="requests/s",
-            ratio=two / one,
-            goal=f">= {LEAST_OF_TWO} x one engine on one core",
-            holds=two >= LEAST_OF_TWO * one,
-            notes={**rates, "again (A/A)": median(rates["again"]) / one},
-        )
-    )
-    num_processors = len(os.sched_getaffinity(0))
-    for name, parts in used.items():
-        count = len(rates[name]) * at_once * each
-        told_ms = {part: 1e3 * seconds / count for part, seconds in parts.items()}
-        told = ", ".join(f"{part} {ms:.2f}" for part, ms in told_ms.items())
-        low, *_, high = sorted(rates[name])
-        console.print(
-            f"{name}: {median(rates[name]):.2f} ({low:.2f} … {high:.2f}) requests/s; "
-            f"ms of a processor for each request: {told}",
-            soft_wrap=True,
-        )
-        if name == "fleet":
-            bound, engines = (
-                1e3 * num / ms
-                for num, ms in ((num_processors, sum(told_ms.values())), (2, told_ms["replicas"]))
-            )
-            console.print(
-                f"fleet: at most {bound:.2f} requests/s on {num_processors} processors, "
-                f"{bound / one:.2f} x; {engines:.2f}, {engines / one:.2f} x, where all but its "
-                "replicas have others",
-                soft_wrap=True,
-            )
+    for count, (rates, used) in several.items():
+        claims.append(_rate_claim(count, rates))
+        for line in _told(rates, used, num_requests=len(rates["serve"]) * count * each):
+            console.print(f"{count} at once, {line}", soft_wrap=True)
     for claim in claims:
         console.print(
             f"{claim.claim}: {claim.ours:.2f} against {claim.peer:.2f} {claim.unit}, "
@@ -142,6 +114,39 @@ def main(
     if with_claims:
         for claim in claims:
             print(json.dumps(asdict(claim)))
+
+
+def _rate_claim(at_once: int, rates: dict[str, list[float]]) -> Claim:
+    two, one = median(rates["fleet"]), median(rates["serve"])
+    return Claim(
+        claim=f"requests a second of two replicas, {at_once} at once",
+        ours=two,
+        peer=one,
+        unit="requests/s",
+        ratio=two / one,
+        goal=f">= {LEAST_OF_TWO} x one engine on one core",
+        holds=two >= LEAST_OF_TWO * one,
+        notes={**rates, "again (A/A)": median(rates["again"]) / one},
+    )
+
+
+def _told(
+    rates: dict[str, list[float]], used: dict[str, dict[str, float]], *, num_requests: int
+) -> Iterator[str]:
+    """What each way answers and takes, and what bounds the fleet where parts are left out."""
+    for name, parts in used.items():
+        ms = {part: 1e3 * seconds / num_requests for part, seconds in parts.items()}
+        told = ", ".join(f"{part} {own_ms:.2f}" for part, own_ms in ms.items())
+        yield (
+            f"{name}: {median(rates[name]):.2f} ({min(rates[name]):.2f} … "
+            f"{max(rates[name]):.2f}) requests/s; ms of a processor for a request: {told}"
+        )
+    num, one = len(os.sched_getaffinity(0)), median(rates["serve"])
+    together, engines = 1e3 * num / sum(ms.values()), 2e3 / ms["replicas"]
+    yield (
+        f"fleet: at most {together:.2f} requests/s on {num} processors, {together / one:.2f} x; "
+        f"{engines:.2f}, {engines / one:.2f} x, where all but its replicas have others"
+    )
 
 
 def _of_one_thread() -> set[int]:

@@ -267,9 +267,9 @@ def _best(costs: Costs, equal: float, num_requests: Costs, last: int | None, ran
 
     The ``last`` one if it is among them; else one with the fewest requests (f64[n]), at random.
     """
-    fits = (costs <= equal).nonzero()[0]
     if last is not None and costs[last] <= equal:
         return last
+    fits = (costs <= equal).nonzero()[0]
     if len(fits) > 1:
         their_requests = num_requests[fits]
         fits = fits[their_requests == np.minimum.reduce(their_requests)]

@@ -38,7 +38,7 @@ from quire.engine.event_format import (
 from quire.errors import ConfigError
 from quire.fleet.key_table import NOT_THERE, Keys, KeyTable, Numbers, as_keys
 from quire.kv import PrefixKeys, TokenIds
-from quire.kv.prefix_index import SECRETS, TOKEN_BYTES, Extra, Medium, chained_hash
+from quire.kv.prefix_index import SECRETS, Extra, Medium, chained_hash
 from quire.spec import Group, KeptWhole
 
 MEDIA: Final[tuple[Medium, ...]] = get_args(Medium)  # the nearest first
@@ -248,7 +248,7 @@ class PrefixDirectory:
         return parts
 
     def _num_alike(self, row: int, hashes: Keys, first: int) -> int:
-        """Return how many of the blocks (u64[n]) from one on lie in this row and those behind it."""
+        """Return how many blocks (u64[n]) from ``first`` on lie in this row and those behind it."""
         num, most = 0, _COMPARED
         while True:
             wanted = hashes[first + num : first + most]
