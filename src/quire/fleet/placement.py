@@ -435,7 +435,9 @@ class PrefixAware:
         promised, formerly = self._promises.marks.of(hashes), self._former_places.marks.of(hashes)
         self._add_promised(blocks, self._promises.find(promised), places)
         found = self._tokens_of(blocks, len(token_ids))
-        num_found = sum(found.values(), np.zeros(len(candidates)))
+        num_found: Costs = np.zeros(len(candidates))
+        for tokens in found.values():
+            num_found += tokens
         compute_s, wait_s = self._costs_s(loads, len(token_ids) - num_found, blocks)
         weights = self._weights(
             self._former_places.find(formerly), places, num_found, len(token_ids)
@@ -657,4 +659,5 @@ class Marks:
             while self.lengths[-1] < len(hashes):
                 self.lengths.append(self.lengths[-1] + 1 + self.lengths[-1] // self._part)
             self._last = np.array(self.lengths) - 1
-        return hashes[self._last[: bisect_right(self.lengths, len(hashes))]].tolist()
+        kept: list[int] = hashes[self._last[: bisect_right(self.lengths, len(hashes))]].tolist()
+        return kept

@@ -722,7 +722,7 @@ def _counted(bits: Keys) -> Numbers:
     lengths = [end - before for before, end in zip([-1, *ends], ends, strict=False)]
     runs = bits[ends].astype("<u8", copy=False).view(np.uint8)
     each = np.unpackbits(runs, bitorder="little").reshape(len(ends), MAX_REPLICAS)
-    counts: Numbers = np.array(lengths) @ each
+    counts: Numbers = np.array(lengths, np.int64) @ each.astype(np.int64)
     return counts
 
 
