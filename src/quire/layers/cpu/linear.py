@@ -50,9 +50,7 @@ class CpuLinear:
         most_rows: int | None = None,  # with more of them torch multiplies; None: as measured
         batch_invariant: bool = False,  # torch never multiplies, and ``most_rows`` go at a time
     ) -> None:
-        found = usable_isa(isa)
-        found = replace(found, prefetch=found.prefetch_weights)
-        self.kernels = Kernels(found, kernel_dir, sources=Path(__file__).parent)
+        self.kernels = Kernels(usable_isa(isa), kernel_dir, sources=Path(__file__).parent)
         self.threads = Threads()
         self.scratch = Scratch()
         self.most_rows = most_rows
