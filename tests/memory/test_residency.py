@@ -20,7 +20,7 @@ from quire.errors import MemoryUnavailable
 from quire.memory import CheckedMemory, CountedMemory, FailingMemory, HostMemory, Region
 from quire.memory.machine.probe import resident_bytes
 from quire.memory.page_cache import PageCacheMemory
-from quire.memory.residency import KeepAlive, host_memory, keep_freed_memory, resident_memory
+from quire.memory.residency import KeepAlive, host_memory, resident_memory
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own files are Linux's")
 PAGE = mmap.PAGESIZE
@@ -650,19 +650,3 @@ def test_what_steps_free_is_kept_until_it_is_trimmed() -> None:
         assert step() > PAGES // 2, "trimming kept what was free"
         """
     )
-
-
-@linux
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("MALLOC_TRIM_THRESHOLD_", "131072"),
-        ("MALLOC_MMAP_THRESHOLD_", "131072"),
-        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
-    ],
-)
-def test_a_users_own_thresholds_stay(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    assert keep_freed_memory() is False

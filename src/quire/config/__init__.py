@@ -13,6 +13,7 @@ from quire.config.environment import (
     names_threads,
     prepare_own_ray,
     ray_address,
+    sets_allocator,
     wait_patiently,
 )
 from quire.config.fleet_config import FleetConfig
@@ -37,5 +38,6 @@ __all__ = [
     "names_threads",
     "prepare_own_ray",
     "ray_address",
+    "sets_allocator",
     "wait_patiently",
 ]

@@ -114,6 +114,12 @@ def kernel_dir() -> Path | None:
     return None
 
 
+def sets_allocator() -> bool:
+    """Tell whether the environment sets what the C allocator keeps of freed memory (glibc)."""
+    own = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
+    return bool(own) or "_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+
+
 def wait_patiently() -> None:
     """Let idle OpenMP threads sleep instead of spin, unless OMP_WAIT_POLICY is set.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quire.config import EngineConfig, kernel_dir
+from quire.config import EngineConfig, kernel_dir, sets_allocator
 from quire.devices import on_default_stream, refuse_other_device, warn_if_none
 from quire.engine.assembly import assemble
 from quire.engine.cache_lock import CacheLock
@@ -124,7 +124,9 @@ def _built(
     residency = config.residency
     if ledger.committed_whole and residency == "on-demand":
         residency = "prefault"  # the rule takes memory at the start
-    resident = make_resident(provider, residency, sizes.capacity_bytes)
+    resident = make_resident(
+        provider, residency, sizes.capacity_bytes, keeps_freed=not sets_allocator()
+    )
     spec = stored_spec(config, loaded.spec)
     with ExitStack() as undo:
         undo.callback(resident.close)

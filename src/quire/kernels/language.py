@@ -24,7 +24,7 @@ class Isa:
     features: str  # LLVM's list
     registers: int  # vectors of sixteen floats that fit into the registers
     f16: bool  # converts float16
-    prefetch: bool  # waits for memory less if it is asked early
+    prefetch: bool  # waits less for long pieces of memory, as of weights, if it is asked early
     # The same for blocks of a cache, which lie anywhere, as LLVM's locality: 2 is into L2 only, 0
     # into L1 and no further; None: it is not asked.
     block_prefetch: int | None

@@ -14,7 +14,13 @@ from quire.memory.machine.machine_state import Machine, read_limits, read_machin
 from quire.memory.machine.probe import tells_memory
 from quire.memory.machine.readings import Gauge, HostGauge
 from quire.memory.provider import MemoryProvider
-from quire.memory.residency import HostResident, Residency, Resident, host_memory
+from quire.memory.residency import (
+    HostResident,
+    Residency,
+    Resident,
+    host_memory,
+    keep_freed_memory,
+)
 from quire.units import format_bytes
 
 if TYPE_CHECKING:
@@ -102,13 +108,23 @@ def gauge_for(device: "torch.device") -> Gauge:
     return CudaGauge(_index(device)) if device.type == "cuda" else HostGauge()
 
 
-def make_resident(provider: MemoryProvider, residency: Residency, capacity_bytes: int) -> Resident:
+def make_resident(
+    provider: MemoryProvider,
+    residency: Residency,
+    capacity_bytes: int,
+    *,
+    keeps_freed: bool = False,
+) -> Resident:
     """Make the memory of one cache, of up to ``capacity_bytes``, with the residency asked for.
+
+    With ``keeps_freed`` and on the host, the C allocator keeps what steps free until it rests.
 
     Raises: MemoryUnavailable where so much may not be locked.
     """
     if isinstance(provider, CudaMemory):
         return CudaResident(provider, residency, capacity_bytes)
+    if keeps_freed:
+        keep_freed_memory()
     return HostResident(provider, residency, capacity_bytes)
 
 

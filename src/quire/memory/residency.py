@@ -7,7 +7,6 @@ that they do not look idle. ``memory.cuda.resident`` is for a GPU's pages.
 
 import ctypes
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -40,11 +39,8 @@ _M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES = -3, 2**25
 def keep_freed_memory() -> bool:
     """Let the C allocator keep what steps free, up to 256 MiB, until ``trim_allocator``.
 
-    Return False where it cannot (not glibc), or its user has set it by the environment.
+    Return False where it cannot (not glibc). It is a setting of the process.
     """
-    asked = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
-    if asked or "_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
-        return False
     setter = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if setter is None:
         return False
@@ -126,7 +122,6 @@ class HostResident:
 
     def __init__(self, upstream: MemoryProvider, residency: Residency, capacity_bytes: int) -> None:
         self._kept = resident_memory(upstream, residency, capacity_bytes)
-        keep_freed_memory()
         self.provider: MemoryProvider = upstream if self._kept is None else self._kept
         self._keep_alive: KeepAlive | None = None
         if self._kept is not None and residency == "prefault":

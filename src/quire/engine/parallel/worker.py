@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 
 from quire.attention import AttentionBackend, AttentionBatch
-from quire.config import EngineConfig
+from quire.config import EngineConfig, sets_allocator
 from quire.devices import give_back_unused
 from quire.engine.assembly import prepare
 from quire.engine.kv_budget import named_memory
@@ -123,7 +123,9 @@ class Worker:
         """Prepare to run a model over a cache. ``spec`` is a rank's, with its stored dtypes."""
         loaded = self._models[model]
         provider = named_memory(config, loaded.model.device)
-        resident = make_resident(provider, residency, sizes.capacity_bytes)
+        resident = make_resident(
+            provider, residency, sizes.capacity_bytes, keeps_freed=not sets_allocator()
+        )
         backend, make_pair = prepare(loaded, spec, strategy, sizes, resident.provider, config)
         self._engines[engine] = _Engine(loaded, backend, make_pair, resident, sizes.max_model_len)
 
