@@ -21,14 +21,15 @@ from torch.nn import functional
 from benchmarks.harness import os_memory
 from benchmarks.harness.quiet import Call, Timing, take_turns, times_as_fast
 from benchmarks.harness.report import Output, Run, Table, WithClaims
-from benchmarks.harness.roofline import STREAMS, Stream, last_cache_bytes, matmul
+from benchmarks.harness.roofline import STREAMS, Stream, last_cache_bytes, matmul, register_flops
 from quire.config import kernel_dir
 from quire.layers.cpu import CpuLinear
 from quire.units import format_bytes
 
 # Of the 0.45 B model: hidden 1,024, 16 query and 8 key-value heads of 128, ffn 3,072.
 HIDDEN, FFN, QKV, VOCABULARY = 1024, 3072, (2048, 1024, 1024), 8192
-ROWS, QUICK_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 512, 2048), (1, 32)
+ROWS = (1, 2, 4, 8, 16, 17, 24, 32, 40, 48, 64, 96, 128, 192, 512, 2048)
+QUICK_ROWS = (1, 32)
 MANY_ROWS = (512, 2048)
 DTYPES = ("bfloat16", "float16", "float32")
 ROUNDS, QUICK_ROUNDS = 7, 3
@@ -69,6 +70,7 @@ class Case:
     most_rows: int  # of our kernel, by its own rule
     timings: dict[str, Timing]
     stream_bytes: int  # that the read beside them reads
+    peak_flops: float  # a second, of what multiplies in registers
 
     @property
     def num_bytes(self) -> int:
@@ -87,6 +89,12 @@ class Case:
         """Of the bandwidth of a plain read in the same round."""
         times = times_as_fast(self.timings[OURS], self.timings[STREAM]).median
         return times * self.num_bytes / self.stream_bytes
+
+    @property
+    def share_of_bound(self) -> float:
+        """Of the larger of two times: to read the weights, and to multiply in registers."""
+        reading = self.timings[STREAM].median_s * self.num_bytes / self.stream_bytes
+        return max(reading, self.flop / self.peak_flops) / self.timings[OURS].median_s
 
 
 class Weights:
@@ -129,6 +137,7 @@ def few_rows(
     stream = {STREAM: read.calls()[STREAM]}
     forced = CpuLinear(kernel_dir=kernel_dir(), most_rows=max(rows))
     usual = CpuLinear(kernel_dir=kernel_dir())
+    peak = register_flops(dtype)
     most_rows = usual.bind([torch.zeros(FFN, HIDDEN, dtype=dtype)]).most_rows
     linears = usual if most_rows >= max(rows) else forced
     for layer in LAYERS if dtype == torch.bfloat16 else LAYERS[:1]:
@@ -145,6 +154,7 @@ def few_rows(
                     most_rows=most_rows,
                     timings=timings,
                     stream_bytes=read.nbytes,
+                    peak_flops=peak,
                 )
             )
     return found
@@ -182,7 +192,7 @@ def many_rows(num_rounds: int) -> Table:
 def table(cases: Sequence[Case]) -> Table:
     columns = (
         "layer", "dtype", "rows", "ours GB/s", "of STREAM", "torch GB/s", "ours GFLOP/s",
-        "× as fast as torch", "A/A", "our kernel's by rule",
+        "of the bound", "× as fast as torch", "A/A", "our kernel's by rule",
     )  # fmt: skip
     rows = []
     for case in cases:
@@ -197,6 +207,7 @@ def table(cases: Sequence[Case]) -> Table:
                 f"{100 * case.share_of_stream:.0f} %",
                 f"{case.bandwidth(TORCH) / 1e9:.1f}",
                 f"{case.flop / case.timings[OURS].median_s / 1e9:.0f}",
+                f"{100 * case.share_of_bound:.0f} %",
                 f"{ratio.median:.2f} ({ratio.least:.2f} … {ratio.greatest:.2f})"
                 + ("" if ratio.all_clean else " *"),
                 f"{noise.median:.2f} (± {noise.spread:.2f})",
@@ -273,12 +284,17 @@ def main(
             shown.append(many_rows(num_rounds))
     best_s = min(case.timings[STREAM].best_s for case in cases)
     flags = " --quick" * quick + f" --dtypes {dtypes}" * (dtypes != ",".join(DTYPES))
+    peaks = {case.dtype: f"{case.peak_flops / 1e9:.0f} in {case.dtype}" for case in cases}
     notes = [
         f"STREAM is torch.sum over {format_bytes(read.nbytes)}, in turn with the others; "
         f"its best was {read.nbytes / best_s / 1e9:.1f} GB/s.",
         f"Medians of at least {num_rounds} rounds; ratios are of pairs of one round, with the "
         "least and the greatest; * where too few samples were clean. Between two readings of the "
         f"same weights lie {format_bytes(read.nbytes)} of others.",
+        "The bound is the larger of two times: to read the weights at STREAM's rate, and to "
+        "multiply at that of registers, GFLOP/s: "
+        + ", ".join(peaks.values()).replace("torch.", "")
+        + ".",
     ]
     threads = f"{torch.get_num_threads()} threads"
     run.end(

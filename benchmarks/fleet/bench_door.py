@@ -4,7 +4,11 @@ A server (``quire serve``) and a fleet (``quire fleet``, two replicas on Ray Ser
 time with one thread an engine, and take turns; the server is asked twice in each round (A/A). This
 process asks over loopback, on the same processors. Needs ``quire-kv[fleet]``.
 
+What processors the parts of each way take for a request says what bounds it: all of them together
+on these processors, and the replicas alone where door, Ray and clients have others.
+
     python -m benchmarks.fleet.bench_door --rounds 60
+    python -m benchmarks.fleet.bench_door --model FOLDER --memory 1GiB --at-once 16,64 --each 1
 """
 
 import asyncio
@@ -33,7 +37,7 @@ WARM = 5  # rounds that are not counted
 MOST_RATIO, MOST_MORE_MS = 1.3, 5.0
 LEAST_OF_TWO = 1.8
 _PROMPT = "one two three four five six seven eight nine ten " * 8
-_FLAGS = ("--kv-cache-memory-bytes", "64MiB", "--uvicorn-log-level", "warning")
+_FLAGS = ("--served-model-name", "asked", "--uvicorn-log-level", "warning")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +55,27 @@ class Claim:
 def main(
     with_claims: WithClaims = False,
     rounds: Annotated[int, typer.Option(help="Requests to each, one at a time.")] = 60,
-    at_once: Annotated[int, typer.Option(help="Clients of the second part.")] = 16,
+    at_once: Annotated[str, typer.Option(help="Clients of the second part: numbers.")] = "16",
     each: Annotated[int, typer.Option(help="Requests of each of them.")] = 6,
+    turns: Annotated[int, typer.Option(help="Turns of the second part, after one more.")] = 5,
+    model: Annotated[str, typer.Option(help="A folder; default: the demo model.")] = "",
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences of an engine; 0: default.")] = 0,
+    memory: Annotated[str, typer.Option(help="KV memory of an engine.")] = "64MiB",
 ) -> None:
+    flags = (*filter(None, (model,)), *_FLAGS, "--kv-cache-memory-bytes", memory)
+    if max_num_seqs:
+        flags += ("--max-num-seqs", str(max_num_seqs))
     one_thread = ("--cpus-per-replica", "1", "--replicas", "2")
     with (
-        server(*_FLAGS, processors=_of_one_thread()) as alone,
-        server(*_FLAGS, *one_thread, command="fleet") as fleet,
+        server(*flags, processors=_of_one_thread()) as alone,
+        server(*flags, *one_thread, command="fleet") as fleet,
     ):
         times = asyncio.run(_first_bytes(alone.port, fleet.port, rounds))
-        rates, used = asyncio.run(_rates({"serve": alone, "fleet": fleet}, at_once, each))
+        ways = {"serve": alone, "again": alone, "fleet": fleet}
+        several = {
+            count: asyncio.run(_rates(ways, count, each, turns))
+            for count in map(int, at_once.split(","))
+        }
     console, claims = Console(), []
     table = Table(title=f"{rounds} rounds, {NUM_TOKENS} tokens each, ms", title_justify="left")
     for column in ("asked", "first byte", "p10", "p90", "whole"):
@@ -87,23 +102,10 @@ def main(
             notes={"again (A/A)": again},
         )
     )
-    two, one = median(rates["fleet"]), median(rates["serve"])
-    claims.append(
-        Claim(
-            claim=f"requests a second of two replicas, {at_once} at once",
-            ours=two,
-            peer=one,
-            unit="requests/s",
-            ratio=two / one,
-            goal=f">= {LEAST_OF_TWO} x one engine on one core",
-            holds=two >= LEAST_OF_TWO * one,
-            notes={"fleet": rates["fleet"], "serve": rates["serve"]},
-        )
-    )
-    for name, parts in used.items():
-        count = len(rates[name]) * at_once * each
-        told = ", ".join(f"{part} {1e3 * seconds / count:.2f}" for part, seconds in parts.items())
-        console.print(f"{name}: ms of a processor for each request: {told}")
+    for count, (rates, used) in several.items():
+        claims.append(_rate_claim(count, rates))
+        for line in _told(rates, used, num_requests=len(rates["serve"]) * count * each):
+            console.print(f"{count} at once, {line}", soft_wrap=True)
     for claim in claims:
         console.print(
             f"{claim.claim}: {claim.ours:.2f} against {claim.peer:.2f} {claim.unit}, "
@@ -112,6 +114,39 @@ def main(
     if with_claims:
         for claim in claims:
             print(json.dumps(asdict(claim)))
+
+
+def _rate_claim(at_once: int, rates: dict[str, list[float]]) -> Claim:
+    two, one = median(rates["fleet"]), median(rates["serve"])
+    return Claim(
+        claim=f"requests a second of two replicas, {at_once} at once",
+        ours=two,
+        peer=one,
+        unit="requests/s",
+        ratio=two / one,
+        goal=f">= {LEAST_OF_TWO} x one engine on one core",
+        holds=two >= LEAST_OF_TWO * one,
+        notes={**rates, "again (A/A)": median(rates["again"]) / one},
+    )
+
+
+def _told(
+    rates: dict[str, list[float]], used: dict[str, dict[str, float]], *, num_requests: int
+) -> Iterator[str]:
+    """What each way answers and takes, and what bounds the fleet where parts are left out."""
+    for name, parts in used.items():
+        ms = {part: 1e3 * seconds / num_requests for part, seconds in parts.items()}
+        told = ", ".join(f"{part} {own_ms:.2f}" for part, own_ms in ms.items())
+        yield (
+            f"{name}: {median(rates[name]):.2f} ({min(rates[name]):.2f} … "
+            f"{max(rates[name]):.2f}) requests/s; ms of a processor for a request: {told}"
+        )
+    num, one = len(os.sched_getaffinity(0)), median(rates["serve"])
+    together, engines = 1e3 * num / sum(ms.values()), 2e3 / ms["replicas"]
+    yield (
+        f"fleet: at most {together:.2f} requests/s on {num} processors, {together / one:.2f} x; "
+        f"{engines:.2f}, {engines / one:.2f} x, where all but its replicas have others"
+    )
 
 
 def _of_one_thread() -> set[int]:
@@ -123,7 +158,7 @@ def _body(prompt: str) -> bytes:
     return post(
         "/v1/completions",
         {
-            "model": "demo",
+            "model": "asked",
             "prompt": prompt,
             "max_tokens": NUM_TOKENS,
             "stream": True,
@@ -148,7 +183,7 @@ async def _first_bytes(alone: int, fleet: int, rounds: int) -> dict[str, list[tu
 
 
 async def _rates(
-    ways: dict[str, ServerProcess], at_once: int, each: int
+    ways: dict[str, ServerProcess], at_once: int, each: int, turns: int
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
     """Requests a second, of rounds that take turns; each client has a prompt of its own.
 
@@ -162,7 +197,7 @@ async def _rates(
 
     rates: dict[str, list[float]] = {name: [] for name in ways}
     used: dict[str, dict[str, float]] = {name: defaultdict(float) for name in ways}
-    for turn in range(6):
+    for turn in range(1 + turns):
         for name, way in ways.items():
             before, begun_s = _cpu_s(way), perf_counter()
             await asyncio.gather(*(client(way.port, number) for number in range(at_once)))

@@ -18,7 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from statistics import median
+from random import Random
+from statistics import mean, median
 from typing import Annotated, Any
 
 import numpy as np
@@ -57,6 +58,7 @@ FILLED = 10**6  # blocks beside those of prompts, in the directory whose choices
 GROUPS = (Group(spec=FullAttention(num_kv_heads=8, head_dim=128, dtype="bfloat16"), layers=(0,)),)
 PROMPTS, REPLICAS = (2_000, 12_000, 100_000), (2, 8, 64)
 GOAL_US, GOAL_BYTES, GOAL_SHARE = 200.0, 100.0, 0.95
+MOVED_S = 20.0  # by which requests of a moved trace come later at most
 ONE = {"one": "one cache and engine", "one cache": "one cache, engines side by side"}
 
 app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
@@ -318,6 +320,18 @@ def fleet(num_replicas: int, routing: str, policy: str, memory: float = 1.0) -> 
     )
 
 
+def arrivals(
+    trace: Path, num_requests: int, seed: int, *, num_skipped: int = 0
+) -> list[TraceRequest]:
+    """List some requests of a trace as they come (seed 0), or each later by chance."""
+    requests = list(islice(open_trace(str(trace)), num_skipped, num_skipped + num_requests))
+    if not seed:
+        return requests
+    draw = Random(seed)
+    moved = (replace(each, at_s=each.at_s + draw.uniform(0.0, MOVED_S)) for each in requests)
+    return sorted(moved, key=lambda each: each.at_s)
+
+
 def hits(
     trace: Path,
     num_replicas: int,
@@ -326,20 +340,18 @@ def hits(
     rate: float,
     policy: str,
     memory: float,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """Simulate a fleet on the trace."""
-
-    def paced() -> Iterator[TraceRequest]:
-        for request in islice(open_trace(str(trace)), num_requests):
-            yield replace(request, at_s=request.at_s / rate)
-
+    """Simulate a fleet on an arrival of the trace."""
     replicas = fleet(num_replicas, routing, policy, memory)
     computed = [0] * replicas.num_replicas
 
     def ended(place: int, sequence: Sequence) -> None:
         computed[place] += sequence.num_prompt_tokens - sequence.num_cached_tokens
 
-    result = simulate(paced(), replicas, ended=ended)
+    requests = arrivals(trace, num_requests, seed)
+    paced = (replace(request, at_s=request.at_s / rate) for request in requests)
+    result = simulate(paced, replicas, ended=ended)
     return {
         "replicas": num_replicas,
         "routing": routing,
@@ -369,6 +381,12 @@ def main(  # noqa: PLR0913
     rate: Annotated[float, typer.Option(help="Factor for the trace's speed.")] = 1.0,
     policies: Annotated[str, typer.Option(help="Prefix-caching policies.")] = "choice,lru",
     memory: Annotated[float, typer.Option(help="Factor for each replica's cache, for hits.")] = 1.0,
+    seeds: Annotated[
+        str,
+        typer.Option(
+            help="Arrivals of the trace, for hits: 0 as it is, else each request later by chance."
+        ),
+    ] = "0",
     jobs: Annotated[int, typer.Option(help="Simulations at once.")] = 1,
     rounds: Annotated[int, typer.Option(help="Of each timing.", min=5)] = 100,
     num_blocks: Annotated[int, typer.Option(help="Of the directory whose memory counts.")] = 10**6,
@@ -434,7 +452,15 @@ def main(  # noqa: PLR0913
         )
     if only in ("", "hits") and traces is not None:
         table, more = _hits(
-            traces / TRACE, replicas, num_requests, rate, policies, memory, jobs, run
+            traces / TRACE,
+            replicas,
+            num_requests,
+            rate,
+            policies,
+            memory,
+            [int(seed) for seed in seeds.split(",")],
+            jobs,
+            run,
         )
         tables.append(table)
         claims += more
@@ -452,46 +478,62 @@ def main(  # noqa: PLR0913
 IN_A_PROCESS = "import json; from benchmarks.fleet.bench_placement import fill; "
 
 
-def _hits(
+def _hits(  # noqa: PLR0913 - each is an option of the command
     trace: Path,
     replicas: str,
     num: int,
     rate: float,
     policies: str,
     memory: float,
+    seeds: list[int],
     jobs: int,
     run: Run,
 ) -> tuple[Table, list[dict[str, Any]]]:
-    asked = [
-        (trace, int(each), routing, num, rate, policy, memory)
+    cases = [
+        (int(each), policy, routing)
         for policy in policies.split(",")
         for each in replicas.split(",")
         for routing in (*ONE, "prefix-aware", "least-loaded")
     ]
-    rows, claims, whole = [], [], 1.0
+    asked = [
+        (trace, each, routing, num, rate, policy, memory, seed)
+        for each, policy, routing in cases
+        for seed in seeds
+    ]
+    rows, claims = [], []
+    whole = dict.fromkeys(seeds, 1.0)
     with ProcessPoolExecutor(jobs) as pool:
-        for (_, each, routing, _, _, policy, _), found in zip(
-            asked, pool.map(simulated, asked), strict=True
-        ):
-            run.say(f"{each} replicas, {routing}, {policy}: {found['hit_rate']:.2%}")
-            if routing == "one":
-                whole = found["hit_rate"]
-            share = found["hit_rate"] / whole
-            ttft = found["ttft_s"]
+        played = pool.map(simulated, asked)
+        for each, policy, routing in cases:
+            found, shares = [], []
+            for seed in seeds:
+                found.append(next(played))
+                rate_found = found[-1]["hit_rate"]
+                if routing == "one":
+                    whole[seed] = rate_found
+                shares.append(rate_found / whole[seed])
+                run.say(
+                    f"{each} replicas, {routing}, {policy}, arrival {seed}: {rate_found:.2%}, "
+                    f"{shares[-1]:.3f} of one"
+                )
             rows.append(
                 [
                     str(each),
                     policy,
                     ONE.get(routing, routing),
-                    f"{found['held']:.1%}",
-                    f"{found['hit_rate']:.2%}",
-                    f"{share:.3f}",
-                    f"{found['num_used']}",
-                    f"{found['busiest']:.2f}",
-                    *(f"{ttft[part]:.2f}" for part in ("mean", "p50", "p99")),
+                    f"{mean(one['held'] for one in found):.1%}",
+                    f"{mean(one['hit_rate'] for one in found):.2%}",
+                    _mean_and_range(shares),
+                    f"{mean(one['num_used'] for one in found):.0f}",
+                    f"{mean(one['busiest'] for one in found):.2f}",
+                    *(
+                        f"{mean(one['ttft_s'][part] for one in found):.2f}"
+                        for part in ("mean", "p50", "p99")
+                    ),
                 ]
             )
             if routing == "prefix-aware":
+                share = mean(shares)
                 held = {"claim": f"hit share, {each} replicas, {policy}", "ours": round(share, 3)}
                 claims.append({**held, "goal": GOAL_SHARE, "holds": share >= GOAL_SHARE})
     columns = (
@@ -510,7 +552,15 @@ def _hits(
     title = f"Prompt tokens found, Mooncake's conversations, {num:,} requests at {rate:g} ×"
     if memory != 1.0:
         title += f", caches {memory:g} ×"
+    if len(seeds) > 1:
+        title += f", means of {len(seeds)} arrivals (least … most)"
     return Table(title=title, columns=columns, rows=rows), claims
+
+
+def _mean_and_range(shares: list[float]) -> str:
+    if len(shares) == 1:
+        return f"{shares[0]:.3f}"
+    return f"{mean(shares):.3f} ({min(shares):.3f} … {max(shares):.3f})"
 
 
 def claim(what: str, ours: float, goal: float, unit: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
@@ -36,7 +36,6 @@ from quire.engine.statistics import Latencies
 from quire.fleet.fleet_engine import FleetEngine
 from quire.fleet.placement import LeastLoaded
 from quire.fleet.prefill import PrefillPlaces
-from quire.planner.planned_tiers import planned_peer
 from quire.planner.simulation.cost_model import FittedCosts
 from quire.planner.simulation.simulator import simulate
 from quire.sampling_params import SamplingParams
@@ -127,17 +126,7 @@ async def _measure(model: str | None, rounds: int, gap_s: float) -> dict[str, li
 
 def _simulated(model: str | None, costs: FittedCosts, gap_s: float, *, is_apart: bool) -> Taken:
     """Return what a simulated fleet takes, whose gaps are the means of each answer."""
-    fleet = replace(
-        simulated_fleet(model),
-        costs=costs,
-        num_replicas=1 if is_apart else 2,
-        routing=ROUTING,
-        door=costs.door,
-    )
-    if is_apart:
-        block_size = fleet.sizes.block_size
-        peer = planned_peer(fleet.spec.groups, block_size=block_size)
-        fleet = replace(fleet, num_prefill=1, peer=peer)
+    fleet = simulated_fleet(model, costs, routing=ROUTING, num_prefill=int(is_apart))
     written = [
         TraceRequest(at_s=0.0, input_tokens=WRITTEN_PROMPT, output_tokens=WRITTEN_TOKENS)
         for _ in range(WRITTEN)

@@ -46,6 +46,7 @@ from quire.bench.workload import Query, Vocabulary
 from quire.engine.sequence import Sequence
 from quire.engine.statistics import Latencies
 from quire.fleet.fleet_engine import FleetEngine
+from quire.planner.planned_tiers import planned_peer
 from quire.planner.simulation.cost_model import FittedCosts
 from quire.planner.simulation.simulator import Fleet, simulate
 from quire.traces import TraceRequest
@@ -262,13 +263,7 @@ def main(
     if calibrate_to is not None:
         costs.write(calibrate_to)
         return
-    fleet = replace(
-        simulated_fleet(model),
-        costs=costs,
-        num_replicas=NUM_REPLICAS,
-        routing="prefix-aware",
-        door=costs.door,
-    )
+    fleet = simulated_fleet(model, costs, routing="prefix-aware")
     traces = {name: trace for name, trace in workloads(scale).items() if only in name}
     found = asyncio.run(_measure(model, fleet, traces, rounds))
     _print(found)
@@ -283,12 +278,27 @@ async def _calibrated(model: str | None) -> FittedCosts:
         return await fleets_costs(engine, costs)
 
 
-def simulated_fleet(model: str | None) -> Fleet:
-    """Return a fleet of one replica, with the sizes of the benchmark's engines and no speed."""
+def simulated_fleet(
+    model: str | None, costs: FittedCosts, *, routing: str, num_prefill: int = 0
+) -> Fleet:
+    """Return a fleet of ``NUM_REPLICAS`` that are sized and calibrated as the real ones.
+
+    ``num_prefill`` of them compute prompts for the others, over a link of this machine.
+    """
     from quire.engine.llm import LLM
 
     with LLM(model, gauge=Plenty(), **OPTIONS) as llm:
-        return fleet_of(llm, llm.engine.scheduler)
+        fleet = fleet_of(llm, llm.engine.scheduler)
+    block_size = fleet.sizes.block_size
+    return replace(
+        fleet,
+        costs=costs,
+        num_replicas=NUM_REPLICAS - num_prefill,
+        num_prefill=num_prefill,
+        peer=planned_peer(fleet.spec.groups, block_size=block_size) if num_prefill else None,
+        routing=routing,
+        door=costs.door,
+    )
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 STREAM is a plain read, one stream a thread: the better of ``torch.sum`` and of a loop that adds up
 vectors. ``torch.dot`` of two halves reads two streams at a time, which keeps more of a core's cache
-misses under way; it is shown beside, as what more could be had.
+misses under way; it is shown beside, as what more could be had. ``register_flops`` is what cores
+multiply that do nothing else.
 """
 
 import struct
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from llvmlite.ir import Value
 
 from benchmarks.harness.quiet import Call
 from quire.kernels.compile import Kernels, native_isa
-from quire.kernels.language import LANES, LINE_BYTES, Code, Int
+from quire.kernels.language import FLOATS, INTS, LANES, LINE_BYTES, Code, Int
 from quire.kernels.threads import Threads
 
 STREAMS = ("STREAM, torch.sum", "STREAM, vectors added up")
@@ -92,3 +94,49 @@ def matmul(dtype: torch.dtype) -> tuple[Call, float]:
     """A product of two square matrices, and its floating-point operations."""
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(dtype) for _ in range(2))
     return partial(torch.matmul, a, b), 2.0 * MATMUL_SIZE**3
+
+
+_SUMS = 24  # in registers: more than a product's latency, and as many as fit beside operands
+_TURNS = 100_000
+_TRIES = 5
+
+
+def register_flops(dtype: torch.dtype) -> float:
+    """Measure the operations a second of all threads that multiply in registers; the best of five.
+
+    By pairs where the CPU multiplies those of bfloat16 in less time than floats, else by floats.
+    """
+    isa, threads = native_isa(), Threads()
+    by_pairs = dtype == torch.bfloat16 and isa.bf16_dot
+    kernels = Kernels(isa)
+    kind = "pairs" if by_pairs else "floats"
+    address = kernels.address(f"multiply {kind}", lambda m: _write_multiply(m, by_pairs))
+    lines = np.zeros((_SUMS, LANES), np.float32)
+    frame = struct.pack("q", lines.ctypes.data)
+    best = min(_timed(lambda: threads.run(address, frame, threads.most)) for _ in range(_TRIES))
+    a_product = 2 * LANES * (2 if by_pairs else 1)
+    return threads.most * _TURNS * _SUMS * a_product / best
+
+
+def _timed(call: Call) -> float:
+    begin = perf_counter()
+    call()
+    return perf_counter() - begin
+
+
+def _write_multiply(module: ir.Module, by_pairs: bool) -> None:
+    """(frame: lines): each thread multiplies the same two vectors again and again."""
+    code = Code(module, "work", 1, native_isa())
+    place = code.number(code.params[0])
+    typ = INTS if by_pairs else FLOATS
+    a, b = code.read(place, typ), code.read(place, typ)
+
+    def turn(_: Int, totals: list[Value]) -> list[Value]:
+        if by_pairs:
+            return [code.dot_pairs(total, a, b) for total in totals]
+        return [code.fma(a, b, total) for total in totals]
+
+    totals = code.loop(_TURNS, [code.floats(0.0)] * _SUMS, turn)
+    for number, total in enumerate(totals):
+        code.store(total, place + number * LINE_BYTES)
+    code.end()

@@ -374,8 +374,12 @@ def test_a_long_prompt_is_looked_up_piece_by_piece() -> None:
     prompt = Prompt(tuple(n % 7 for n in range(6000)))
     directory.apply("a", on_the_wire(GROUPS, 2, prompt.stored(2, range(2500))))
     directory.apply("b", on_the_wire(GROUPS, 2, prompt.stored(2, range(256))))
+    for begin in range(0, 1500, 300):  # hashed in other pieces than the prompt is
+        events = prompt.stored(2, range(begin, begin + 300))
+        directory.apply("c", on_the_wire(GROUPS, 2, events))
     hashes = directory.hashes(prompt.token_ids, prompt.keys)
-    assert directory.find(hashes, ["a", "b"]) == {"a": {"GPU": 2500}, "b": {"GPU": 256}}
+    found = {"a": {"GPU": 2500}, "b": {"GPU": 256}, "c": {"GPU": 1500}}
+    assert directory.find(hashes, ["a", "b", "c"]) == found
 
 
 def test_a_block_that_is_stored_again_is_found_where_it_lies_now() -> None:

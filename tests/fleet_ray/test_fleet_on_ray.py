@@ -31,13 +31,11 @@ FLAGS = (
     *("--replicas", "2", "--cpus-per-replica", "1", "--kv-cache-memory-bytes", "64MiB"),
     *("--shutdown-timeout", "5", "--health-check-timeout", "3"),
 )
-# In their answers no token is nearly as likely as the next one: what goes on elsewhere is computed
-# in one piece there, and rounding decides between equals.
+# A prompt is asked where no token of its answer is nearly as likely as the next one: what goes on
+# elsewhere is computed in one piece there, and rounding decides between equals. Which prompts these
+# are depends on the processor's kernels, so they are found by one engine here.
 LEAST_AHEAD = 0.1  # in log-probability: more than a step of bfloat16 among these logits
-PROMPTS, OTHERS = (
-    tuple(f"def function_{number}(items):\n    " for number in numbers)
-    for numbers in ((0, 1, 2, 7, 10, 11, 17), (18, 22, 25, 26, 27, 28, 55))
-)
+NUM_TRIED, NUM_ASKED = 120, 7  # prompts, of which so many are asked at once
 NUM_TOKENS = 240
 
 
@@ -49,16 +47,26 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetProcess]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, str]:
-    """Of one engine, in this process."""
+    """Of one engine, in this process, by prompt: twice ``NUM_ASKED``."""
+    several = [f"def function_{number}(items):\n    " for number in range(NUM_TRIED)]
     with LLM(kv_cache_memory_bytes=64 * 2**20) as llm:
         params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=2)
-        several = (*PROMPTS, *OTHERS)
         done = llm.generate(several, params)
+    found = {}
     for prompt, own in zip(several, done, strict=True):
         tops = [token.top for token in own.choices[0].logprobs]
-        ahead = min(first[1] - second[1] for first, second in tops)
-        assert ahead >= LEAST_AHEAD, f"rounding may decide about {prompt!r}: choose another"
-    return {prompt: own.text for prompt, own in zip(several, done, strict=True)}
+        if min(first[1] - second[1] for first, second in tops) >= LEAST_AHEAD:
+            found[prompt] = own.text
+    assert len(found) >= 2 * NUM_ASKED, f"rounding may decide about all but {len(found)}: try more"
+    return dict(list(found.items())[: 2 * NUM_ASKED])
+
+
+def prompts_of(answers: dict[str, str]) -> list[str]:
+    return list(answers)[:NUM_ASKED]
+
+
+def others_of(answers: dict[str, str]) -> list[str]:
+    return list(answers)[NUM_ASKED:]
 
 
 def body(prompt: str | list[int], max_tokens: int = NUM_TOKENS, **more: Any) -> dict[str, Any]:
@@ -136,16 +144,18 @@ def figure(two: FleetProcess, name: str) -> float:
 
 
 def test_answers_are_one_engines(two: FleetProcess, answers: dict[str, str]) -> None:
+    prompts = prompts_of(answers)
+
     async def ask() -> list[Stream]:
         async with client_of(two) as client:
-            calls = (read(client, body(prompt), Stream()) for prompt in PROMPTS)
+            calls = (read(client, body(prompt), Stream()) for prompt in prompts)
             return list(await asyncio.gather(*calls))
 
     streams = asyncio.run(ask())
     assert not [stream for stream in streams if not stream.is_whole], two.log
-    assert [stream.text for stream in streams] == [answers[prompt] for prompt in PROMPTS]
+    assert [stream.text for stream in streams] == [answers[prompt] for prompt in prompts]
     # Each engine's metrics are the door's, too.
-    assert figure(two, "vllm:generation_tokens_total") >= NUM_TOKENS * len(PROMPTS)
+    assert figure(two, "vllm:generation_tokens_total") >= NUM_TOKENS * NUM_ASKED
 
 
 @pytest.mark.parametrize("salt", [None, "a client's own"])
@@ -175,14 +185,15 @@ def test_prefixes_stay_where_they_are(two: FleetProcess, salt: str | None) -> No
 def test_streams_outlive_a_replica_that_is_killed(
     two: FleetProcess, answers: dict[str, str]
 ) -> None:
+    prompts = prompts_of(answers)
     two_again(two)
-    greedy = [Stream() for _ in PROMPTS]
+    greedy = [Stream() for _ in prompts]
     several = [Stream() for _ in range(6)]
 
     async def ask() -> None:
         async with client_of(two) as client:
             calls = [
-                *(read(client, body(p), s) for p, s in zip(PROMPTS, greedy, strict=True)),
+                *(read(client, body(p), s) for p, s in zip(prompts, greedy, strict=True)),
                 *(
                     read(client, body(f"import module_{number}", temperature=1.0, n=2), stream)
                     for number, stream in enumerate(several)
@@ -196,7 +207,7 @@ def test_streams_outlive_a_replica_that_is_killed(
 
     asyncio.run(ask())
     assert not [stream for stream in greedy if not stream.is_whole], two.log
-    assert [stream.text for stream in greedy] == [answers[prompt] for prompt in PROMPTS]
+    assert [stream.text for stream in greedy] == [answers[prompt] for prompt in prompts]
     # What has several continuations goes on nowhere else: one error event, or untouched.
     assert all(stream.is_whole or len(stream.errors) == 1 for stream in several)
     assert any(stream.errors for stream in several)
@@ -206,8 +217,9 @@ def test_streams_outlive_a_replica_that_is_killed(
 def test_no_request_waits_for_a_replica_that_hangs(
     two: FleetProcess, answers: dict[str, str]
 ) -> None:
+    others = others_of(answers)
     two_again(two)
-    streams = [Stream() for _ in OTHERS]
+    streams = [Stream() for _ in others]
     hangs: list[psutil.Process] = []
     before = figure(two, "quire:fleet_resumed_streams_total")
 
@@ -215,7 +227,7 @@ def test_no_request_waits_for_a_replica_that_hangs(
         async with client_of(two) as client:
             tasks = [
                 asyncio.ensure_future(read(client, body(p), s))
-                for p, s in zip(OTHERS, streams, strict=True)
+                for p, s in zip(others, streams, strict=True)
             ]
             await until_they_run(streams)
             hangs.append(two.busiest())
@@ -229,7 +241,7 @@ def test_no_request_waits_for_a_replica_that_hangs(
         two.until(lambda: len(two.replicas()) == 3)  # another one comes in its place
         hangs[0].kill()  # Ray asks a process to end, which one that is stopped does not hear
     assert not [stream for stream in streams if not stream.is_whole], two.log
-    assert [stream.text for stream in streams] == [answers[prompt] for prompt in OTHERS]
+    assert [stream.text for stream in streams] == [answers[prompt] for prompt in others]
     assert figure(two, "quire:fleet_resumed_streams_total") > before, two.log
     two_again(two)
 
@@ -237,19 +249,20 @@ def test_no_request_waits_for_a_replica_that_hangs(
 def test_traffic_goes_on_without_serves_controller(
     two: FleetProcess, answers: dict[str, str]
 ) -> None:
+    prompts = prompts_of(answers)
     two_again(two)
-    streams = [Stream() for _ in PROMPTS]
+    streams = [Stream() for _ in prompts]
 
     async def ask() -> None:
         async with client_of(two) as client:
             (controller,) = two.processes(CONTROLLER)
             controller.kill()
-            for prompt, stream in zip(PROMPTS, streams, strict=True):
+            for prompt, stream in zip(prompts, streams, strict=True):
                 await read(client, body(prompt), stream)
 
     asyncio.run(ask())
     assert not [stream for stream in streams if not stream.is_whole], two.log
-    assert [stream.text for stream in streams] == [answers[prompt] for prompt in PROMPTS]
+    assert [stream.text for stream in streams] == [answers[prompt] for prompt in prompts]
     two.until(lambda: len(two.processes(CONTROLLER)) == 1)
 
 
@@ -257,6 +270,7 @@ def test_traffic_goes_on_without_serves_controller(
 
 
 def test_a_roll_breaks_no_stream(two: FleetProcess, answers: dict[str, str]) -> None:
+    prompts = prompts_of(answers)
     two_again(two)
     before = {each.pid for each in two.replicas()}
     streams: list[tuple[str, Stream]] = []
@@ -270,7 +284,7 @@ def test_a_roll_breaks_no_stream(two: FleetProcess, answers: dict[str, str]) -> 
     async def ask() -> None:
         async with client_of(two) as client, asyncio.timeout(110):
             two.child.send_signal(signal.SIGHUP)
-            await asyncio.gather(*(one_after_the_other(client, each) for each in PROMPTS[:4]))
+            await asyncio.gather(*(one_after_the_other(client, each) for each in prompts[:4]))
 
     asyncio.run(ask())
     assert not [stream for _, stream in streams if not stream.is_whole], two.log
@@ -281,13 +295,14 @@ def test_a_roll_breaks_no_stream(two: FleetProcess, answers: dict[str, str]) -> 
 def test_a_stop_lets_what_runs_finish_and_leaves_no_process(
     two: FleetProcess, answers: dict[str, str]
 ) -> None:
+    prompts = prompts_of(answers)
     two_again(two)
     short, long = [Stream() for _ in range(4)], Stream()
 
     async def ask() -> int:
         async with client_of(two) as client:
-            calls = [read(client, body(p), s) for p, s in zip(PROMPTS, short, strict=False)]
-            calls.append(read(client, body(PROMPTS[0], 1900), long))
+            calls = [read(client, body(p), s) for p, s in zip(prompts, short, strict=False)]
+            calls.append(read(client, body(prompts[0], 1900), long))
             tasks = [asyncio.ensure_future(call) for call in calls]
             await until_they_run([*short, long])
             end = asyncio.ensure_future(asyncio.to_thread(two.end, signal.SIGTERM))
@@ -296,7 +311,7 @@ def test_a_stop_lets_what_runs_finish_and_leaves_no_process(
 
     assert asyncio.run(ask()) == 0
     assert all(stream.is_whole for stream in short)
-    assert [stream.text for stream in short] == [answers[each] for each in PROMPTS[:4]]
+    assert [stream.text for stream in short] == [answers[each] for each in prompts[:4]]
     # It has 5 s (shutdown_timeout): whole on a fast machine, else it is told why it ends.
     assert long.is_done
     assert long.finish_reason in ("length", "abort")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fleet_ray.fleet_process import COMMAND
+from ports import held_port
 
 pytestmark = pytest.mark.ray
 
@@ -73,26 +73,24 @@ finally:
 
 def test_the_printed_file_is_served(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        free_port = own.getsockname()[1]
-    with file.open("wb") as writes:
-        subprocess.run(
-            [
-                *(sys.executable, "-c", COMMAND, "fleet", "--print-config", "--replicas", "1"),
-                *("--kv-cache-memory-bytes", "64MiB", "--shutdown-timeout", "2"),
-                *("--host", "127.0.0.1", "--port", str(free_port)),
-            ],
-            stdout=writes,
-            check=True,
+    with held_port() as port:  # Serve's proxy sets SO_REUSEADDR
+        with file.open("wb") as writes:
+            subprocess.run(
+                [
+                    *(sys.executable, "-c", COMMAND, "fleet", "--print-config", "--replicas", "1"),
+                    *("--kv-cache-memory-bytes", "64MiB", "--shutdown-timeout", "2"),
+                    *("--host", "127.0.0.1", "--port", str(port)),
+                ],
+                stdout=writes,
+                check=True,
+            )
+        done = subprocess.run(
+            [sys.executable, "-c", SERVED, str(file)],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
         )
-    done = subprocess.run(
-        [sys.executable, "-c", SERVED, str(file)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
     # Beside what Ray says of the door that has died, and of its own end.
     said = [line for line in done.stdout.splitlines() if line.startswith("200 ")]
     assert said == ["200 8", "200 data: [DONE]", "200 True"], done.stderr

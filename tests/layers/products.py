@@ -45,6 +45,12 @@ def linears(isa: str) -> CpuLinear:
     return CpuLinear(isa_or_skip(isa), kernel_folder(), most_rows=MOST_ROWS)
 
 
+@cache
+def invariant_linears(isa: str) -> CpuLinear:
+    """Those whose rows do not depend on how many there are."""
+    return CpuLinear(isa_or_skip(isa), kernel_folder(), most_rows=MOST_ROWS, batch_invariant=True)
+
+
 def whole(generator: torch.Generator, *shape: int) -> Tensor:
     """Numbers from -4 to 4, as float64."""
     return torch.randint(-4, 5, shape, generator=generator).double()

@@ -15,6 +15,7 @@ from layers.products import (
     Which,
     allowed,
     gated_twin,
+    invariant_linears,
     linears,
     name_of,
     twin,
@@ -151,7 +152,8 @@ def test_a_row_is_the_same_alone_and_in_any_batch(which: Which, use_threads: Use
         torch.randn(*shape, generator=generator).to(dtype)
         for shape in ((70, 200), (600, 200), (600, 200))
     )
-    products = linears(isa).bind([gate, up]), linears(isa).bind_gated(gate, up, activation)
+    own = invariant_linears(isa)
+    products = own.bind([gate, up]), own.bind_gated(gate, up, activation)
     use_threads(1)
     whole_batch = [*products[0](x), products[1](x)]
     for threads in (1, 2, 3):
@@ -169,9 +171,27 @@ def test_a_row_of_many_inputs_is_the_same_alone_and_among_many(which: Which) -> 
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(KEPT_ROWS + 5, 2 * LANES * KEPT_STEPS + 37, generator=generator).to(dtype)
     weight = torch.randn(40, x.shape[1], generator=generator).to(dtype)
-    product = linears(isa).bind([weight])
+    product = invariant_linears(isa).bind([weight])
     alone = torch.cat([product(row[None])[0] for row in x])
     for rows in (KEPT_ROWS - 1, KEPT_ROWS, KEPT_ROWS + 1, KEPT_ROWS + 5):
+        assert torch.equal(product(x[:rows])[0], alone[:rows])
+
+
+@every_set
+def test_sums_that_cancel_are_the_same_in_any_batch(which: Which) -> None:
+    """What is left of large numbers shows the order in which they were added up."""
+    isa, dtype, _ = which
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randn(2 * LANES + 9, 300, generator=generator)
+    x *= 2.0 ** torch.randint(0, 6, (300,), generator=generator)
+    weight = torch.randn(40, 300, generator=generator)
+    again = torch.randperm(150, generator=generator)
+    x[:, 150:], weight[:, 150:] = x[:, again], -weight[:, again]
+    x, weight = x.to(dtype), weight.to(dtype)
+    product = invariant_linears(isa).bind([weight])
+    alone = torch.cat([product(row[None])[0] for row in x])
+    assert alone.count_nonzero() > alone.numel() // 2  # sums in float32, of terms whose sum is 0
+    for rows in (2, 5, 6, LANES, LANES + 1, 2 * LANES, 2 * LANES + 9):
         assert torch.equal(product(x[:rows])[0], alone[:rows])
 
 

@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from attention.machines import isa_or_skip, kernel_folder
 from layers.products import ACTIVATIONS, MOST_ROWS, linears
+from quire.kernels.language import LANES
 from quire.kernels.player import Player
 from quire.layers.cpu import CpuLinear, linear
-from quire.layers.cpu.linear_frame import BLOCK, ProductShape, items_of
+from quire.layers.cpu.linear_frame import BLOCK, FRAME, ProductShape, items_of
 from quire.models.recorded.recordings import SIZES
 
 Use = Callable[[int], None]
@@ -120,6 +121,7 @@ def test_many_rows_or_none_are_torch_s(weight: Tensor, calls: list[Tensor]) -> N
     [
         ("bf16", True, {"amx": True}, 128),
         ("bf16", False, {"bf16_convert": True}, 16),
+        ("bf16", False, {"bf16_convert": True, "bf16_dot": True}, sys.maxsize),
         ("bf16", False, {"bf16_convert": False}, sys.maxsize),
         ("f16", False, {"features": "+avx512f,+avx512fp16"}, 16),
         ("f16", False, {"features": "+avx2,-avx512fp16"}, sys.maxsize),
@@ -217,6 +219,21 @@ def test_it_follows_torch_s_number_of_threads(use_threads: Use) -> None:
         use_threads(threads)
         found.append(product(x)[0])
     assert all(torch.equal(out, found[0]) for out in found)
+
+
+def test_pieces_of_many_rows_are_of_about_one_size(weight: Tensor) -> None:
+    """For a few rows that are left, all weights would be read once more."""
+    cpu = CpuLinear(kernel_dir=kernel_folder(), batch_invariant=True)
+    product, place = cpu.bind([weight]), FRAME.index("num_rows")
+    most = ProductShape(kind="bf16", tiles=False).rows_at_once(cpu.kernels.isa, 40)
+    for num_rows, pieces in ((most, 1), (most + 1, 2), (3 * most - 1, 3)):
+        with cpu.threads.listening():
+            (out,) = product(torch.ones(num_rows, 40).bfloat16())
+            calls = cpu.threads.take_heard()
+        rows = [int(np.frombuffer(call.frame, np.int64)[place]) for call in calls]
+        assert len(rows) == pieces
+        assert sum(rows) == len(out) == num_rows
+        assert max(rows) - min(rows) < pieces * LANES
 
 
 @pytest.mark.parametrize("widths", [(32,), (33, 100), (1024, 512, 512), (8192,)])

@@ -20,7 +20,7 @@ from quire.errors import MemoryUnavailable
 from quire.memory import CheckedMemory, CountedMemory, FailingMemory, HostMemory, Region
 from quire.memory.machine.probe import resident_bytes
 from quire.memory.page_cache import PageCacheMemory
-from quire.memory.residency import KeepAlive, host_memory, resident_memory
+from quire.memory.residency import KeepAlive, host_memory, keep_freed_memory, resident_memory
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own files are Linux's")
 PAGE = mmap.PAGESIZE
@@ -620,3 +620,49 @@ class KeptMachine(RuleBasedStateMachine):
 
 TestKept = KeptMachine.TestCase
 TestKept.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+# -- what the C allocator keeps
+
+
+@linux
+def test_what_steps_free_is_kept_until_it_is_trimmed() -> None:
+    run(
+        """
+        import resource
+        import torch
+        from quire.memory.residency import keep_freed_memory, trim_allocator
+
+        PAGES = 8 * 5 * 2**20 // resource.getpagesize()
+
+        def step():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            pieces = [torch.ones(5 * 2**20, dtype=torch.uint8) for _ in range(8)]
+            del pieces
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        if not keep_freed_memory():
+            raise SystemExit(0)  # no glibc here, or the tests' own environment sets it
+        # The first ones find the places where all of a step fits.
+        later = min(step() for _ in range(6))
+        assert later < PAGES // 10, f"steps fault what those before freed: {later} of {PAGES}"
+        assert trim_allocator()
+        assert step() > PAGES // 2, "trimming kept what was free"
+        """
+    )
+
+
+@linux
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_MMAP_THRESHOLD_", "131072"),
+        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
+    ],
+)
+def test_a_users_own_thresholds_stay(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert keep_freed_memory() is False

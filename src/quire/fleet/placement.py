@@ -117,7 +117,7 @@ _FLIGHT_S: Final = 0.05
 _NEW_WEIGHT: Final = 0.05  # of one more request in the mean time that requests take
 
 
-# What a choice reads of each replica, a row of ``Loads.table`` each: the first two change with each
+# What a choice reads of each replica, a row of ``Loads.of`` each: the first two change with each
 # request, the others with a report, but for the last, of which no report speaks.
 _QUEUED_TOKENS, _NUM_REQUESTS = 0, 1
 _COMPUTE_S, _DECODE_S, _BATCHED_TOKENS, _MAX_SEQS = 2, 3, 4, 5
@@ -148,7 +148,8 @@ class Loads:
         self._clock = clock
         self._standings: dict[str, _Standing] = {}
         self._asked: tuple[str, ...] | None = None  # the replicas of the last choice …
-        self._columns: Numbers = np.zeros(0, np.int64)  # … and theirs
+        self._columns: Numbers = np.zeros(0, np.int64)  # … their columns …
+        self.places: Mapping[str, int] = {}  # … and which of them each is
         self._table = np.zeros((_NEW_TOKENS + 1, 8))
         self._free = list(reversed(range(8)))  # columns
 
@@ -157,6 +158,7 @@ class Loads:
         asked = tuple(replicas)
         if asked != self._asked:
             self._columns = np.array([self._standing(each).column for each in asked], np.int64)
+            self.places = {name: place for place, name in enumerate(asked)}
             self._asked = asked
         numbers: Costs = self._table.take(self._columns, axis=1)
         return numbers
@@ -265,14 +267,13 @@ def _best(costs: Costs, equal: float, num_requests: Costs, last: int | None, ran
 
     The ``last`` one if it is among them; else one with the fewest requests (f64[n]), at random.
     """
-    fits = costs <= equal
-    if last is not None and fits[last]:
+    if last is not None and costs[last] <= equal:
         return last
-    if np.count_nonzero(fits) == 1:
-        return int(fits.argmax())
-    fewest = np.where(fits, num_requests, inf)
-    several = np.flatnonzero(fewest == fewest.min())
-    return int(several[0] if len(several) == 1 else several[random.randrange(len(several))])
+    fits = (costs <= equal).nonzero()[0]
+    if len(fits) > 1:
+        their_requests = num_requests[fits]
+        fits = fits[their_requests == np.minimum.reduce(their_requests)]
+    return int(fits[0] if len(fits) == 1 else fits[random.randrange(len(fits))])
 
 
 # -- without the caches ----------------------------------------------------------------------------
@@ -429,8 +430,8 @@ class PrefixAware:
         if not candidates:
             raise ValueError(_NO_CANDIDATES)
         hashes = self.directory.hashes(token_ids, keys)
-        places = {name: place for place, name in enumerate(candidates)}
         loads, blocks = self._loads.of(candidates), self.directory.count(hashes, candidates)
+        places = self._loads.places
         promised, formerly = self._promises.marks.of(hashes), self._former_places.marks.of(hashes)
         self._add_promised(blocks, self._promises.find(promised), places)
         found = self._tokens_of(blocks, len(token_ids))
@@ -519,9 +520,13 @@ class PrefixAware:
             load_s = loads[_LOAD_S[medium]]
             default_s = LOAD_FRACTION[medium] * self.directory.block_size * token_s
             wait_s += num * np.where(np.isnan(load_s), default_s, load_s)
-        wait_s += np.ceil((compute + queued) / loads[_BATCHED_TOKENS]) * loads[_DECODE_S]
-        waiting = loads[_NUM_REQUESTS] - loads[_MAX_SEQS] + 1
-        wait_s += np.maximum(waiting, 0) * self._loads.mean_run_s / loads[_MAX_SEQS]
+        steps = compute + queued
+        steps /= loads[_BATCHED_TOKENS]
+        wait_s += np.ceil(steps, out=steps) * loads[_DECODE_S]
+        waiting = loads[_NUM_REQUESTS] - loads[_MAX_SEQS]
+        if np.maximum.reduce(waiting) >= 0:  # seats are taken, all of them somewhere
+            waiting += 1
+            wait_s += np.maximum(waiting, 0) * self._loads.mean_run_s / loads[_MAX_SEQS]
         return compute * token_s, wait_s
 
     def _weights(
@@ -550,7 +555,7 @@ def _crowding(new_tokens: Costs) -> Costs:
     What a prompt adds to a cache takes the place of other blocks, and its own will be taken by what
     comes next. Both cost more the sooner a cache forgets.
     """
-    mean = new_tokens.mean()
+    mean = np.add.reduce(new_tokens) / len(new_tokens)
     if not mean:
         return np.ones(len(new_tokens))
     found: Costs = 1.0 + _CROWDING_WEIGHT * np.log(new_tokens / mean + _LEAST_CROWDING)
@@ -646,10 +651,13 @@ class Marks:
     def __init__(self, part: int) -> None:
         self.lengths = [1]
         self._part = part
+        self._last = np.zeros(1, np.int64)  # the blocks that they end with
 
     def of(self, hashes: Keys) -> list[int]:
         """Return the hashes of a prompt's prefixes (u64[n]) that have these lengths."""
-        while self.lengths[-1] < len(hashes):
-            self.lengths.append(self.lengths[-1] + 1 + self.lengths[-1] // self._part)
-        ends = self.lengths[: bisect_right(self.lengths, len(hashes))]
-        return hashes[np.array(ends) - 1].tolist() if ends else []
+        if self.lengths[-1] < len(hashes):
+            while self.lengths[-1] < len(hashes):
+                self.lengths.append(self.lengths[-1] + 1 + self.lengths[-1] // self._part)
+            self._last = np.array(self.lengths) - 1
+        kept: list[int] = hashes[self._last[: bisect_right(self.lengths, len(hashes))]].tolist()
+        return kept

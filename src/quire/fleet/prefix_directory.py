@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import groupby
+from struct import Struct, pack
 from struct import error as StructError
-from struct import pack
 from typing import Any, Final, TypeAlias, final, get_args
 
 import numpy as np
@@ -38,7 +38,7 @@ from quire.engine.event_format import (
 from quire.errors import ConfigError
 from quire.fleet.key_table import NOT_THERE, Keys, KeyTable, Numbers, as_keys
 from quire.kv import PrefixKeys, TokenIds
-from quire.kv.prefix_index import SECRETS, TOKEN_BYTES, Extra, Medium, chained_hash
+from quire.kv.prefix_index import SECRETS, Extra, Medium, chained_hash
 from quire.spec import Group, KeptWhole
 
 MEDIA: Final[tuple[Medium, ...]] = get_args(Medium)  # the nearest first
@@ -47,15 +47,18 @@ DEFAULT_MAX_BLOCKS: Final = 2**21
 
 PromptTokens: TypeAlias = Sequence[int] | TokenIds  # an array (i32[n]) spares its conversion
 Column: TypeAlias = tuple[int, Medium]  # a group of layers, and where a block of it lies
+Rows: TypeAlias = slice | Numbers  # that follow each other, or any
 
 _POOL: Final[Medium] = "GPU"
 _STORE: Final[Medium] = "STORAGE"  # what several replicas may reach
 _ALL, _NONE = np.uint64(2**64 - 1), np.uint64(0)
 _FIRST_ROWS: Final = 64
 _GROWTH: Final = 1.25
-_COMPARED = 256  # blocks of a prompt at first, and then all others
+_COMPARED, _COMPARED_MORE = 256, 8  # blocks of a prompt at first, and times as many then
 _LEAST_RUN, _SHORT_RUNS = 16, 4  # rows that follow each other; so many runs may be shorter
 _LOOKED_UP, _LOOKED_UP_MORE = 256, 8  # blocks of a prompt at first, and times as many then
+_HASHED: Final = 1024  # blocks at once, which stay in a processor's cache
+_HALF, _REST, _WORD = np.uint64(32), np.uint64(29), 2**64 - 1
 _KEPT_FRACTION: Final = 7 / 8  # of a replica's limit, once it is passed
 
 
@@ -112,7 +115,7 @@ class PrefixDirectory:
             if not isinstance(group.spec, KeptWhole) and not group.live_start(2**40)
         ]
         self._max_blocks = max_blocks
-        self._prefix_hash = _PrefixHash()
+        self._prefix_hash = _PrefixHash(block_size)
         self._lock = threading.Lock()
         self._holders: dict[str, _Holder] = {}
         self._stores: dict[str, _Holder] = {}
@@ -159,19 +162,17 @@ class PrefixDirectory:
         is_secret = any(tag in SECRETS for tag, _ in of_root)
         if not num_blocks or (is_secret and self._key is None):
             return np.zeros(0, np.uint64)
-        tokens = _as_bytes(token_ids, num_blocks * self.block_size)
-        extras = keys.of_blocks(self.block_size)[:num_blocks]
+        tokens = _as_int32(token_ids, num_blocks * self.block_size)
+        extras = keys.of_blocks(self.block_size)[:num_blocks] if keys.images else ()
         first = chained_hash(
             chained_hash(b"", of_root, b""),
             extras[0] if extras else (),
-            tokens[: self.block_size * TOKEN_BYTES],
+            tokens[: self.block_size].tobytes(),
         )
-        terms = self._prefix_hash.terms(
-            tokens, np.arange(num_blocks, dtype=np.uint64), _images_of(extras)
-        )
-        name = np.array([block_name(first, of_root, self._key or b"")], np.uint64)
-        terms[:1] = self._prefix_hash.beginnings(name)
-        return as_keys(np.cumsum(terms, dtype=np.uint64))
+        terms = self._prefix_hash.terms_of_prompt(tokens, _images_of(extras))
+        name = block_name(first, of_root, self._key or b"")
+        terms[0] = self._prefix_hash.beginning(name)
+        return as_keys(np.add.accumulate(terms, out=terms))
 
     def find(self, hashes: Keys, replicas: Sequence[str]) -> dict[str, dict[Medium, int]]:
         """Return what ``count`` finds, by replica. Those that have nothing are left out."""
@@ -196,6 +197,8 @@ class PrefixDirectory:
                 self._asked = several
             media, hit = self._look_up(hashes, self._asked_bits)
             at = self._places
+        if len(media) == 1 and self._read_whole:  # each block of a hit is there
+            return {medium: _counted(hit)[at] for medium in media}
         # Each block of a hit counts where it is nearest.
         counts: dict[Medium, Numbers] = {}
         for medium, there in media.items():
@@ -206,53 +209,60 @@ class PrefixDirectory:
     def _look_up(self, hashes: Keys, asked: np.uint64) -> tuple[dict[Medium, Keys], Keys]:
         """Return bits of replicas for each block: is it in a medium (u64[n] each), in the hit."""
         # Where a group is read as a whole, no hit goes on behind a block that is nowhere.
-        rows = self._beginning(hashes) if self._read_whole else self._rows.find(hashes)
-        if not len(rows):
+        parts = self._beginning(hashes) if self._read_whole else [self._rows.find(hashes)]
+        num_blocks = sum(map(_num_rows, parts))
+        if not num_blocks:
             return {}, np.zeros(0, np.uint64)
-        there = {column: self._of_rows(rows, column) for column in self._bits}
+        there = {column: self._of_rows(parts, column) for column in self._bits}
         # By number of blocks from 1 on: has a replica all that is read behind so many?
-        fits = np.full(len(rows), asked)
+        fits = np.full(num_blocks, asked)
         for number, group in enumerate(self._groups):
-            either = _either(there, number, len(rows))
+            either = _either(there, number, num_blocks)
             if number in self._read_whole:
                 fits &= np.bitwise_and.accumulate(either)
             else:
-                fits &= _all_between(either, _first_read(group, self.block_size, len(rows)))
+                fits &= _all_between(either, _first_read(group, self.block_size, num_blocks))
         if len(self._read_whole) < len(self._groups):
             fits = np.bitwise_or.accumulate(fits[::-1])[::-1]
         told = self._read_whole[0] if self._read_whole else 0
         return {m: there[told, m] for m in MEDIA if (told, m) in there}, fits
 
-    def _beginning(self, hashes: Keys) -> Numbers:
+    def _beginning(self, hashes: Keys) -> list[Rows]:
         """Return the rows of a prompt's first blocks (hashes: u64[n]), up to one that is nowhere.
 
         Blocks that were stored together lie in rows one after the other: so one is looked up, and
         those behind it are compared. What was stored in small pieces is looked up as a whole.
         """
-        parts: list[Numbers] = []
-        first = 0
-        while first < len(hashes):
+        parts: list[Rows] = []
+        first, count = 0, len(hashes)
+        while first < count:
             if first < _LEAST_RUN * (len(parts) - _SHORT_RUNS):
                 parts.append(self._looked_up(hashes[first:]))
                 break
             row = self._rows.find_one(int(hashes[first]))
             if row == NOT_THERE:
                 break
-            num = self._num_alike(row, hashes[first:])
-            parts.append(np.arange(row, row + num))
+            num = self._num_alike(row, hashes, first)
+            parts.append(slice(row, row + num))
             first += num
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        return parts
 
-    def _num_alike(self, row: int, hashes: Keys) -> int:
-        """Return how many of these blocks (u64[n]) lie in this row and those behind it."""
-        num = 0
-        for most in (min(_COMPARED, len(hashes)), len(hashes)):
-            behind = self._hashes[row + num : row + most]
-            alike = behind == hashes[num : num + len(behind)]
-            if not alike.all():
-                return num + int(alike.argmin())
+    def _num_alike(self, row: int, hashes: Keys, first: int) -> int:
+        """Return how many blocks (u64[n]) from ``first`` on lie in this row and those behind it."""
+        num, most = 0, _COMPARED
+        while True:
+            wanted = hashes[first + num : first + most]
+            behind = self._hashes[row + num : row + num + len(wanted)]
+            if not len(behind):
+                return num
+            others = behind != wanted[: len(behind)]
+            place = int(others.argmax())  # of the first one, if there is any
+            if others[place]:
+                return num + place
             num += len(behind)
-        return num
+            if num < most:  # all rows, or all blocks, were compared
+                return num
+            most *= _COMPARED_MORE
 
     def _looked_up(self, hashes: Keys) -> Numbers:
         """Return the rows of blocks (u64[n]), up to one that is nowhere, each looked up."""
@@ -268,10 +278,12 @@ class PrefixDirectory:
             first, count = first + count, _LOOKED_UP_MORE * count
         return np.concatenate(parts)
 
-    def _of_rows(self, rows: Numbers, column: Column) -> Keys:
-        """Return the bits of rows (i64[n]) in a column: u64[n]."""
-        there = self._bits[column][rows]
-        there[rows == NOT_THERE] = _NONE
+    def _of_rows(self, parts: Sequence[Rows], column: Column) -> Keys:
+        """Return the bits of rows, n in all of these parts, in a column: u64[n]."""
+        bits = self._bits[column]
+        there = np.concatenate([bits[rows] for rows in parts])  # a copy
+        if not self._read_whole:
+            there[parts[0] == NOT_THERE] = _NONE
         if column[1] == _STORE:
             for store in self._stores.values():
                 there[(there & store.bit) != 0] |= store.sharers
@@ -454,7 +466,8 @@ class PrefixDirectory:
             for start, each in zip(starts, chains, strict=True)
             for place, text in each.images.items()
         }
-        terms = self._prefix_hash.terms(b"".join(each.tokens for each in chains), depths, images)
+        tokens = np.frombuffer(b"".join(each.tokens for each in chains), np.int32)
+        terms = self._prefix_hash.terms(tokens, depths, images)
         names = np.array([each.names[0] for each in chains], np.uint64)[begins]
         terms[starts[begins]] = self._prefix_hash.beginnings(names)
         sums = np.cumsum(terms, dtype=np.uint64)
@@ -596,47 +609,69 @@ class PrefixDirectory:
 class _PrefixHash:
     """Hashes prefixes: the sum over their blocks of a hash of block and depth, modulo 2⁶⁴."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        """``block_size``: tokens of a block."""
+        self._block_size = block_size
         self._secret = secrets.token_bytes(32)
-        self._times: dict[int, Keys] = {}  # odd factors of a block's words, by their number
+        count = -(-block_size // 2)  # of a block's words: two tokens each
+        drawn = np.frombuffer(secrets.token_bytes(8 * count), np.uint64)
+        # As many times as blocks are hashed at once: one long row is multiplied sooner than many
+        # short ones.
+        self._factors = np.tile(drawn | np.uint64(1), (_HASHED, 1))
+        self._ones = np.ones(count, np.uint64)
         self._more = np.uint64(secrets.randbits(64) | 1)
         self._step = np.uint64(secrets.randbits(64) | 1)
+        self._steps: Keys = np.zeros(0, np.uint64)  # of depths from 0 on
 
-    def terms(self, tokens: bytes, depths: Keys, images: Mapping[int, bytes]) -> Keys:
+    def terms(self, tokens: TokenIds, depths: Keys, images: Mapping[int, bytes]) -> Keys:
         """Return what each block adds to a prefix: u64[n].
 
-        ``tokens``: int32, of all blocks; ``depths`` (u64[n]): blocks before each; ``images``: what
+        ``tokens`` (i32): of all blocks; ``depths`` (u64[n]): blocks before each; ``images``: what
         is in some of them besides tokens, by their numbers.
         """
-        words = np.frombuffer(tokens, np.uint32).reshape(len(depths), -1)
-        if words.shape[1] % 2:
+        return self._terms(tokens, depths * self._step, images)
+
+    def terms_of_prompt(self, tokens: TokenIds, images: Mapping[int, bytes]) -> Keys:
+        """Return what each block of a prompt adds (u64[n]), as ``terms`` of depths from 0 on."""
+        num_blocks = len(tokens) // self._block_size
+        if num_blocks > len(self._steps):
+            self._steps = np.arange(2 * num_blocks, dtype=np.uint64) * self._step
+        return self._terms(tokens, self._steps[:num_blocks], images)
+
+    def _terms(self, tokens: TokenIds, steps: Keys, images: Mapping[int, bytes]) -> Keys:
+        words = tokens.reshape(len(steps), self._block_size)
+        if self._block_size % 2:
             words = np.pad(words, ((0, 0), (0, 1)))
-        pairs = np.ascontiguousarray(words).view(np.uint64)
-        products = pairs * self._factors(pairs.shape[1])
-        products ^= products >> np.uint64(32)
-        digests: Keys = np.einsum("ij->i", products)  # .sum(axis=1) takes twice as long
+        pairs = words.view(np.uint64)
+        digests: Keys = np.empty(len(steps), np.uint64)
+        for begin in range(0, len(steps), _HASHED):
+            some = pairs[begin : begin + _HASHED]
+            products = some * self._factors[: len(some)]
+            products ^= products >> _HALF
+            np.matmul(products, self._ones, out=digests[begin : begin + _HASHED])
         for number, text in images.items():
             keyed = blake2b(text, key=self._secret, digest_size=8).digest()
             digests[number] ^= np.uint64(int.from_bytes(keyed, "little"))
-        return _mixed(digests + depths * self._step, self._more)
+        digests += steps
+        return _mixed(digests, self._more)
 
     def beginnings(self, names: Keys) -> Keys:
         """Return the hashes of chains' first blocks (u64[n]) from their names in events."""
         return _mixed(names * self._step, self._more)
 
-    def _factors(self, count: int) -> Keys:
-        found = self._times.get(count)
-        if found is None:
-            drawn = np.frombuffer(secrets.token_bytes(8 * count), np.uint64)
-            found = self._times[count] = drawn | np.uint64(1)
-        return found
+    def beginning(self, name: int) -> int:
+        """Return what ``beginnings`` does, of one, sooner."""
+        number = name * int(self._step) & _WORD
+        number ^= number >> int(_HALF)
+        number = number * int(self._more) & _WORD
+        return number ^ number >> int(_REST)
 
 
 def _mixed(numbers: Keys, factor: np.uint64) -> Keys:
     """Let upper bits change lower ones, and these upper ones again; in place."""
-    numbers ^= numbers >> np.uint64(32)
+    numbers ^= numbers >> _HALF
     numbers *= factor
-    numbers ^= numbers >> np.uint64(29)
+    numbers ^= numbers >> _REST
     return numbers
 
 
@@ -682,12 +717,17 @@ def _all_between(there: Keys, first: Numbers) -> Keys:
 
 def _counted(bits: Keys) -> Numbers:
     """Count for each of ``MAX_REPLICAS`` the blocks (u64[n], n ≥ 1) with its bit."""
-    starts = np.concatenate(([0], np.flatnonzero(bits[1:] != bits[:-1]) + 1))  # of equal ones
-    lengths = np.concatenate((starts[1:], [len(bits)])) - starts
-    runs = bits[starts].astype("<u8").view(np.uint8)
-    each = np.unpackbits(runs, bitorder="little").reshape(len(starts), MAX_REPLICAS)
-    counts: Numbers = lengths @ each.astype(np.int64)
+    ends = (bits[1:] != bits[:-1]).nonzero()[0].tolist()  # of runs of equal ones
+    ends.append(len(bits) - 1)
+    lengths = [end - before for before, end in zip([-1, *ends], ends, strict=False)]
+    runs = bits[ends].astype("<u8", copy=False).view(np.uint8)
+    each = np.unpackbits(runs, bitorder="little").reshape(len(ends), MAX_REPLICAS)
+    counts: Numbers = np.array(lengths, np.int64) @ each.astype(np.int64)
     return counts
+
+
+def _num_rows(rows: Rows) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 def _everywhere(column: Column) -> bool:
@@ -701,11 +741,14 @@ def _in_pool(column: Column) -> bool:
 # -- from events and prompts -----------------------------------------------------------------------
 
 
-def _as_bytes(token_ids: PromptTokens, count: int) -> bytes:
-    """Return the first ``count`` token ids as int32 bytes."""
+def _as_int32(token_ids: PromptTokens, count: int) -> TokenIds:
+    """Return the first ``count`` token ids in one piece: i32[count]."""
     if isinstance(token_ids, np.ndarray):
-        return token_ids[:count].astype(np.int32, copy=False).tobytes()
-    return pack(f"{count}i", *token_ids[:count])
+        return np.ascontiguousarray(token_ids[:count], np.int32)
+    # A tuple is passed on as it is where it is all that is passed, and "I" reads an int sooner than
+    # "i". No token id is below 0.
+    packed = Struct(f"{len(token_ids)}I").pack(*token_ids)
+    return np.frombuffer(packed, np.int32, count)
 
 
 def _as_names(given: Sequence[bytes | int]) -> Keys | None:

@@ -24,7 +24,10 @@ class Isa:
     features: str  # LLVM's list
     registers: int  # vectors of sixteen floats that fit into the registers
     f16: bool  # converts float16
-    prefetch: bool  # waits for memory less if it is asked early
+    prefetch: bool  # waits less for long pieces of memory, as of weights, if it is asked early
+    # The same for blocks of a cache, which lie anywhere, as LLVM's locality: 2 is into L2 only, 0
+    # into L1 and no further; None: it is not asked.
+    block_prefetch: int | None
     bf16_convert: bool  # rounds float32 to bfloat16
     bf16_dot: bool  # multiplies pairs of bfloat16 in less time than it takes to make them float32
     byte_dot: bool  # multiplies bytes and adds up four products in a lane
@@ -277,14 +280,22 @@ class Code:
         """Read sixteen floats."""
         return self.read(address, FLOATS)
 
-    def prefetch(self, address: Int, nbytes: int, *, writes: bool = False) -> None:
-        """Ask for ``nbytes`` that are needed soon, where the CPU does not see that itself."""
+    def prefetch(self, address: Int, nbytes: int) -> None:
+        """Ask for ``nbytes`` that are read soon, where the CPU does not see that itself."""
         if self.isa.prefetch:
-            # Of reads: into L2 only, which keeps the few places for misses of L1 free.
-            hints = [ir.Constant(I32, hint) for hint in ((1, 3, 1) if writes else (0, 2, 1))]
-            for n in range(0, nbytes, LINE_BYTES):
-                line = self.pointer(address + n)
-                self.call("llvm.prefetch.p0", ir.VoidType(), line, *hints)
+            # Into L2 only, which keeps the few places for misses of L1 free.
+            self._ask(address, nbytes, (0, 2, 1))
+
+    def prefetch_block(self, address: Int, nbytes: int, *, writes: bool = False) -> None:
+        """Ask for ``nbytes`` of a cache's block that are needed soon."""
+        if self.isa.block_prefetch is not None:
+            self._ask(address, nbytes, (1, 3, 1) if writes else (0, self.isa.block_prefetch, 1))
+
+    def _ask(self, address: Int, nbytes: int, how: tuple[int, int, int]) -> None:
+        hints = [ir.Constant(I32, hint) for hint in how]
+        for n in range(0, nbytes, LINE_BYTES):
+            line = self.pointer(address + n)
+            self.call("llvm.prefetch.p0", ir.VoidType(), line, *hints)
 
     def store(self, value: Value, address: Int) -> None:
         """Write sixteen floats."""
@@ -415,6 +426,20 @@ class Code:
     def look_up(self, table: Value, numbers: Value) -> Value:
         """Take ``table[numbers % 16]`` of sixteen floats. Only with 32 registers of AVX-512."""
         return self.call("llvm.x86.avx512.permvar.sf.512", FLOATS, table, numbers)
+
+    def lane_sums(self, several: list[Value]) -> Value:
+        """Sum the lanes of each of sixteen vectors: the sum of the i-th becomes lane i."""
+        width = LANES
+        while width > 1:
+            width //= 2
+            # Of every 2 · width lanes the first half and the second: of all in a, then in b.
+            first = [n + i for n in range(0, 2 * LANES, 2 * width) for i in range(width)]
+            second = [lane + width for lane in first]
+            several = [
+                self.plus(self.shuffle(a, b, first), self.shuffle(a, b, second))
+                for a, b in zip(several[::2], several[1::2], strict=True)
+            ]
+        return several[0]
 
     def transpose(self, rows: list[Value]) -> list[Value]:
         """Transpose sixteen vectors of sixteen: lane j of the i-th becomes lane i of the j-th."""

@@ -37,8 +37,8 @@ def write_rows(module: ir.Module, shape: RowShape, isa: Isa) -> None:
 def _dot_rows(code: Code, shape: RowShape) -> None:
     """(keys, stride, queries, scores, count, next, its stride): s[g][t] = q[g] · k[t].
 
-    Sixteen tokens at a time: each leaves a vector of partial sums, whose transposed sum is sixteen
-    scores. The loop over tokens stays a loop: unrolled, its loads are reordered, and the
+    Sixteen tokens at a time: each leaves a vector of partial sums, and the sums of their lanes are
+    sixteen scores. The loop over tokens stays a loop: unrolled, its loads are reordered, and the
     prefetcher loses the stream.
     """
     keys, stride, queries, scores, count, ahead, ahead_stride = code.params
@@ -56,7 +56,7 @@ def _dot_rows(code: Code, shape: RowShape) -> None:
     def sixteen(first: Int) -> None:
         def token(t: Int) -> None:
             address = keys + (first + t) * stride
-            code.prefetch(ahead + (first + t) * ahead_stride, shape.key_bytes)
+            code.prefetch_block(ahead + (first + t) * ahead_stride, shape.key_bytes)
             sums = [code.floats(0.0)] * shape.queries
             for i in range(steps):
                 k = _key_step(code, shape, address, i)
@@ -71,8 +71,8 @@ def _dot_rows(code: Code, shape: RowShape) -> None:
         code.each((count - first).at_most(LANES), token)
         for g in range(shape.queries):
             lines = partial + g * LANES * LINE_BYTES
-            columns = code.transpose([code.load(lines + i * LINE_BYTES) for i in range(LANES)])
-            code.store(code.total(columns), scores + g * TILE * 4 + first * 4)
+            sums = code.lane_sums([code.load(lines + i * LINE_BYTES) for i in range(LANES)])
+            code.store(sums, scores + g * TILE * 4 + first * 4)
 
     code.each(count, sixteen, step=LANES)
     code.end()
@@ -157,7 +157,7 @@ def _add_rows(code: Code, shape: RowShape) -> None:
         def token(t: Int, sums: list[Value], columns: range = columns) -> list[Value]:
             address = values + t * stride
             if columns.start == 0:
-                code.prefetch(ahead + t * ahead_stride, shape.value_bytes)
+                code.prefetch_block(ahead + t * ahead_stride, shape.value_bytes)
             weight_at = weights + t * 4
             by = [
                 code.splat(code.read(weight_at + g * TILE * 4, F32)) for g in range(shape.queries)

@@ -549,9 +549,9 @@ def _fetch(thread: Thread, start: Int, stop: Int) -> None:
     def token(t: Int) -> None:
         for what, width in widths:
             place = thread.place(what, thread.entry_of(t), thread.item["head"], t % size)
-            code.prefetch(place, width * kind_bytes)
+            code.prefetch_block(place, width * kind_bytes)
 
-    if code.isa.prefetch:
+    if code.isa.block_prefetch is not None:
         code.each(stop, token, start=start)
 
 

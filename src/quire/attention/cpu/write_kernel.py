@@ -90,7 +90,7 @@ def write_writer(module: ir.Module, shape: WriteShape, isa: Isa) -> None:
             ) -> None:
                 from_here, to = source + h * call[f"from_{what}_head"], h * call[f"{what}_head"]
                 # A line that is written must first be had.
-                code.prefetch(ahead + to, width * KIND_BYTES[shape.kind], writes=True)
+                code.prefetch_block(ahead + to, width * KIND_BYTES[shape.kind], writes=True)
                 _entry(code, shape, width, from_here, target + to, scale + h * call["scale_head"])
 
             code.each(shape.kv_heads, head)

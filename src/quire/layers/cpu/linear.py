@@ -5,13 +5,14 @@ faster (many rows), or where there is no kernel for what is given, a call is tor
 
 The kernels add up every sum in the same order, however many rows there are; torch does not. A
 product that is to be ``batch_invariant`` takes many rows piece by piece instead, and is never
-torch's; so does one in 16 bits that the CPU does not know, for which torch is slower.
+torch's; so does one for which torch is not faster: of pairs of bfloat16, and in 16 bits that the
+CPU does not know. Pairs have two orders, one for few rows, unless they are to have one.
 """
 
 import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.compile import KINDS, Kernels, usable_isa, with_dense_rows
-from quire.kernels.language import Isa
+from quire.kernels.language import LANES, Isa
 from quire.kernels.threads import Scratch, Threads
 from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
 from quire.layers.cpu.linear_frame import BLOCK, FRAME, MATRIX, Numbers, ProductShape, items_of
@@ -29,7 +30,7 @@ from quire.layers.cpu.packed_product import PackedProduct
 from quire.layers.cpu.packed_product import unsupported as packed_unsupported
 from quire.layers.cpu.packed_weight import PackedForm, PackedWeight
 from quire.layers.cpu.quantize import Quantizer
-from quire.units import align_up
+from quire.units import align_up, ceil_div
 
 _WORTH_THREADS = 2**17  # bytes of weights
 _SOURCES = ("f32", "f16", "bf16")
@@ -187,6 +188,7 @@ class _Step:
     """What inputs of one shape have in common."""
 
     num_rows: int
+    at_once: int  # of them
     out_shapes: tuple[tuple[int, ...], ...]
     scratch_bytes: int  # of a thread
 
@@ -219,16 +221,21 @@ class _Product:
         self._widths = tuple(weight.shape[0] for weight in weights)
         # A gate's outputs come with those that it gates.
         self._outs = 1 if activation else len(weights)
-        self._shape = ProductShape(
+        shape = ProductShape(
             kind=KINDS[self._dtype],
             tiles=self._isa.amx and self._dtype == torch.bfloat16,
             activation=activation,
         )
+        if linears.batch_invariant and shape.panel_rows(self._isa) is not None:
+            shape = replace(shape, one_order=True)  # the others have one as it is
+        self._shape = shape
         given = linears.most_rows
         usual = self._shape.most_rows(self._isa) if given is None else given
         self.most_rows = sys.maxsize if linears.batch_invariant else usual
         in_pieces = given is None and self.most_rows == sys.maxsize
-        self._at_once = self._shape.rows_at_once(self._num_inputs) if in_pieces else usual
+        self._at_once = (
+            self._shape.rows_at_once(self._isa, self._num_inputs) if in_pieces else usual
+        )
         self._work = linears.kernels.address(
             f"linear {self._shape}", lambda module: write_worker(module, self._shape, self._isa)
         )
@@ -272,8 +279,8 @@ class _Product:
         plan = self._plans.get(most) or self._plans.setdefault(most, self._plan_for(most))
         outs = tuple([torch.empty(shape, dtype=self._dtype) for shape in step.out_shapes])
         scratch = self._scratch.take(step.scratch_bytes * plan.num_threads)
-        for first in range(0, step.num_rows, self._at_once):
-            some = min(self._at_once, step.num_rows - first)
+        for first in range(0, step.num_rows, step.at_once):
+            some = min(step.at_once, step.num_rows - first)
             words = [
                 0, 0, scratch.data_ptr(), step.scratch_bytes, *plan.words,
                 x.data_ptr() + first * row_bytes, row_bytes, some, self._num_inputs,
@@ -289,11 +296,15 @@ class _Product:
         num_rows = prod(shape[:-1])
         if shape[-1:] != (self._num_inputs,) or not 0 < num_rows <= self.most_rows:
             return None
+        # Pieces of about one size: for a few rows that are left, weights would be read once more.
+        pieces = ceil_div(num_rows, self._at_once)
+        at_once = min(self._at_once, align_up(ceil_div(num_rows, pieces), LANES))
         step = self._steps[shape] = _Step(
             num_rows=num_rows,
+            at_once=at_once,
             out_shapes=tuple((*shape[:-1], width) for width in self._widths[: self._outs]),
             scratch_bytes=self._shape.scratch_bytes(
-                self._isa, min(num_rows, self._at_once), self._num_inputs
+                self._isa, min(num_rows, at_once), self._num_inputs
             ),
         )
         return step

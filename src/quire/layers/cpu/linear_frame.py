@@ -4,8 +4,9 @@ Everything here is a 64-bit integer for them: an address, a count, or a stride i
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,9 @@ OUTPUTS = 4  # of a block, that share a load of inputs where there are no tiles
 KEPT_STEPS = 64  # of their weights, that are floats for many rows
 KEPT_BYTES = OUTPUTS * KEPT_STEPS * LINE_BYTES
 KEPT_ROWS = 12  # at least, for which it is worth it
+# Outputs whose sums are in registers, by how many panels of sixteen rows share their weights.
+PANEL_OUTPUTS: Mapping[int, int] = MappingProxyType({1: 16, 2: 8, 3: 8})
+_PANEL_ROWS = 6  # at least, for which they are worth it
 PARTS_BYTES = OUTPUTS * LINE_BYTES  # of a row's sums, while steps are left
 _ITEM_BYTES = 2**16  # of weights, at most: threads end at about the same time
 _ITEMS_A_THREAD = 4  # at least, if there are so many blocks
@@ -47,6 +51,7 @@ class ProductShape:
     kind: str  # of weights, inputs and outputs
     tiles: bool  # AMX multiplies
     activation: str | None = None  # of the first matrix's outputs, times the second's
+    one_order: bool = False  # of sums, for any number of rows, where there would be two
 
     def pairs(self, isa: Isa) -> bool:
         """Tell whether inputs are bfloat16 pairs; else they become float32."""
@@ -56,6 +61,16 @@ class ProductShape:
         """Tell whether weights become floats first, which many rows can share."""
         return self.kind != "f32" and not self.pairs(isa)
 
+    def panel_rows(self, isa: Isa) -> int | None:
+        """Return from how many rows on they are the lanes; None: never, or tiles multiply.
+
+        Measured on Zen 5: one thread takes as long for one row so as for sixteen, and by vectors
+        less for fewer than six.
+        """
+        if self.tiles or not self.pairs(isa):
+            return None
+        return 1 if self.one_order else _PANEL_ROWS
+
     def step(self, isa: Isa) -> int:
         """Count the inputs that are multiplied at once, by one instruction a row."""
         return 2 * LANES if self.pairs(isa) else LANES
@@ -63,11 +78,14 @@ class ProductShape:
     def most_rows(self, isa: Isa) -> int:
         """Return the most rows that are faster here than by torch, which packs weights first.
 
-        Measured on two cores with AMX, torch held back to what an older CPU has. Where a CPU does
-        not know bfloat16 or float16, torch is a few times slower from two rows on.
+        Measured on two cores with AMX, torch held back to what an older CPU has, and on two of
+        Zen 5. Where a CPU does not know bfloat16 or float16, torch is a few times slower from two
+        rows on.
         """
         if self.tiles:
             return 128
+        if self.pairs(isa):
+            return sys.maxsize
         wide = isa.registers >= 32
         known = {
             "f32": True,
@@ -76,12 +94,12 @@ class ProductShape:
         }[self.kind]
         return sys.maxsize if not known else 16 if wide else 8
 
-    def rows_at_once(self, num_inputs: int) -> int:
+    def rows_at_once(self, isa: Isa, num_inputs: int) -> int:
         """Return how many of many rows are multiplied in one pass over the weights.
 
         Their inputs stay in a core's second cache, and the weights are read few times.
         """
-        row_bytes = num_inputs * (2 if self.tiles else 4)
+        row_bytes = num_inputs * (2 if self.pairs(isa) else 4)
         return max(_LEAST_AT_ONCE, min(_MOST_AT_ONCE, _INPUT_BYTES // row_bytes // LANES * LANES))
 
     def scratch_bytes(self, isa: Isa, num_rows: int, num_inputs: int) -> int:

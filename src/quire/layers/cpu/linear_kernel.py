@@ -24,7 +24,7 @@ from quire.kernels.language import (
     Int,
     Isa,
 )
-from quire.kernels.number_formats import load_as, store_as
+from quire.kernels.number_formats import load_as, narrow, rounded, store_as
 from quire.layers.cpu import linear_kernel as tiles
 from quire.layers.cpu.activation import activate
 from quire.layers.cpu.linear_frame import (
@@ -37,6 +37,7 @@ from quire.layers.cpu.linear_frame import (
     MATRIX,
     OUTPUTS,
     PANEL_BYTES,
+    PANEL_OUTPUTS,
     PARTS_BYTES,
     ROOM_BYTES,
     WORD_BYTES,
@@ -368,36 +369,38 @@ def write_turn(code: Code) -> None:
 
 
 def write_finish(code: Code, shape: ProductShape) -> None:
-    """Add (sums, the other's, count, bias, the other's, out, its row bytes, room for a line)."""
-    sums, others, count, bias, other_bias, out, out_row, room = code.params
+    """Add (sums, the other's, count, bias, the other's, out, its row bytes): a block's outputs.
 
-    def with_bias(place: Int, bias: Int) -> Value:
-        return code.b.fadd(code.load(place), load_as(code, bias, shape.kind))
+    All of a row's are written at once: a line of the cache is whole then.
+    """
+    sums, others, count, bias, other_bias, out, out_row = code.params
+    offsets = [(n * LANES * LINE_BYTES, n * LANES * shape.element_bytes) for n in range(_TILES)]
 
     def row(r: Int) -> None:
-        value = with_bias(sums + r * LINE_BYTES, bias)
+        def with_bias(place: Int, bias: Int) -> Value:
+            return code.b.fadd(code.load(place + r * LINE_BYTES), load_as(code, bias, shape.kind))
+
+        values = [with_bias(sums + panel, bias + beside) for panel, beside in offsets]
         if shape.activation is not None:
-            other = with_bias(others + r * LINE_BYTES, other_bias)
-            value = gated(code, value, other, shape.activation, shape.kind, room)
-        store_as(code, value, out + r * out_row, shape.kind)
+            several = [with_bias(others + panel, other_bias + beside) for panel, beside in offsets]
+            values = [
+                gated(code, value, other, shape.activation, shape.kind)
+                for value, other in zip(values, several, strict=True)
+            ]
+        if shape.kind == "bf16":
+            code.write(narrow(code, *values), out + r * out_row)
+            return
+        for value, (_, beside) in zip(values, offsets, strict=True):
+            store_as(code, value, out + r * out_row + beside, shape.kind)
 
     code.each(count, row)
     code.end()
 
 
-def gated(code: Code, gate: Value, up: Value, activation: str, kind: str, room: Int) -> Value:
-    """Compute act(gate) * up of outputs of a kind, each rounded where torch rounds it.
-
-    ``room`` is memory for a line.
-    """
-
-    def rounded(value: Value) -> Value:
-        if kind == "f32":
-            return value
-        store_as(code, value, room, kind)
-        return load_as(code, room, kind)
-
-    return code.b.fmul(rounded(activate(code, rounded(gate), activation)), rounded(up))
+def gated(code: Code, gate: Value, up: Value, activation: str, kind: str) -> Value:
+    """Compute act(gate) * up of outputs of a kind, each rounded where torch rounds it."""
+    gate, up = rounded(code, gate, kind), rounded(code, up, kind)
+    return code.b.fmul(rounded(code, activate(code, gate, activation), kind), up)
 
 
 # -- the worker ------------------------------------------------------------------------------------
@@ -409,8 +412,10 @@ def write_worker(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
         tiles.write_tiles(module, isa)
     else:
         write_vectors(module, shape, isa)
+    if shape.panel_rows(isa) is not None:
+        write_panels(module, isa)
     write_turn(Code(module, "turn", 1, isa))
-    write_finish(Code(module, "finish", 8, isa), shape)
+    write_finish(Code(module, "finish", 7, isa), shape)
     _Worker(Code(module, "work", 1, isa), shape).write()
 
 
@@ -459,7 +464,7 @@ class _Worker:
         self.inputs = self.other_sums + panels * PANEL_BYTES
         if self.shape.tiles:
             code.run("shape_tiles")
-        code.run(
+        self._run(
             "pack", call["x"], call["x_row"], call["num_rows"], call["num_inputs"], self.inputs,
             self.room,
         )  # fmt: skip
@@ -468,6 +473,18 @@ class _Worker:
         if self.shape.tiles:
             code.run("release_tiles")
         code.end()
+
+    def _run(self, name: str, *arguments: Int) -> None:
+        """Call a kernel, or that for panels where there are rows enough for them."""
+        least = self.shape.panel_rows(self.code.isa)
+        if least is None:
+            self.code.run(name, *arguments)
+            return
+        self.code.either(
+            self.call["num_rows"] >= least,
+            lambda: self.code.run(f"{name}_panels", *arguments),
+            lambda: self.code.run(name, *arguments),
+        )
 
     def _item(self, number: Int, following: Int) -> None:
         """All outputs of an item; ``following`` is the one that this thread does next."""
@@ -506,7 +523,7 @@ class _Worker:
 
     def _multiply(self, matrix: dict[str, Int], weights: Int, sums: Int, ahead: Int) -> None:
         call = self.call
-        self.code.run(
+        self._run(
             "multiply", weights, matrix["weight_row"], call["num_inputs"], self.inputs,
             call["num_rows"], sums, ahead, self.room,
         )  # fmt: skip
@@ -517,18 +534,16 @@ class _Worker:
 
         def panel(first: Int) -> None:
             count = (call["num_rows"] - first).at_most(LANES)
-            for n in range(BLOCK // LANES):
-                place = first * (PANEL_BYTES // LANES) + n * LANES * LINE_BYTES
-                beside = offset + n * LANES * size
-                code.run("turn", self.sums + place)
+            place = first * (PANEL_BYTES // LANES)
+            for n in range(_TILES):
+                code.run("turn", self.sums + place + n * _TILE_BYTES)
                 if self.shape.activation is not None:
-                    code.run("turn", self.other_sums + place)
-                code.run(
-                    "finish", self.sums + place, self.other_sums + place, count,
-                    matrix["bias"] + beside, other["bias"] + beside,
-                    matrix["out"] + first * matrix["out_row"] + beside, matrix["out_row"],
-                    self.room,
-                )  # fmt: skip
+                    code.run("turn", self.other_sums + place + n * _TILE_BYTES)
+            code.run(
+                "finish", self.sums + place, self.other_sums + place, count,
+                matrix["bias"] + offset, other["bias"] + offset,
+                matrix["out"] + first * matrix["out_row"] + offset, matrix["out_row"],
+            )  # fmt: skip
 
         code.each(call["num_rows"], panel, step=LANES)
 
@@ -558,7 +573,7 @@ def write_tiles(module: ir.Module, isa: Isa) -> None:
     """Add "pack", "multiply", "shape_tiles" and "release_tiles" to a module."""
     amx.write_shape(Code(module, "shape_tiles", 0, isa))
     amx.write_release(Code(module, "release_tiles", 0, isa))
-    _pack_for_tiles(Code(module, "pack", 6, isa))
+    _pack_for_tiles(Code(module, "pack", 6, isa), _AT_ONCE)
     for panels in range(1, _AT_ONCE + 1):
         for first in (True, False):
             _some_panels(Code(module, _tiles_name(panels, first), 7, isa), panels, first)
@@ -569,10 +584,10 @@ def _tiles_name(panels: int, first: bool) -> str:
     return f"multiply_{panels}" + "_first" * first
 
 
-def _pack_for_tiles(code: Code) -> None:
-    """(x, its row bytes, rows, inputs, target, room): tiles [panels / 2][steps][2][16][16] words.
+def _pack_for_tiles(code: Code, at_once: int) -> None:
+    """(x, its row bytes, rows, inputs, target, room): tiles [panels / n][steps][n][16][16] words.
 
-    Rows behind the last one repeat it.
+    n panels are multiplied ``at_once``. Rows behind the last one repeat it.
     """
     x, row_bytes, num_rows, num_inputs, target, room = code.params
     whole = num_inputs // STEP * LINE_BYTES
@@ -583,8 +598,8 @@ def _pack_for_tiles(code: Code) -> None:
     def panel(first: Int) -> None:
         rows = [x + (first + n).at_most(num_rows - 1) * row_bytes for n in range(LANES)]
         number = first // LANES
-        inside = number % _AT_ONCE
-        together = (panels - number + inside).at_most(_AT_ONCE)
+        inside = number % at_once
+        together = (panels - number + inside).at_most(at_once)
         here = target + ((number - inside) * steps + inside) * _TILE_BYTES
 
         def tile(places: list[Int], to: Int) -> None:
@@ -619,11 +634,6 @@ def _multiply_tiles(code: Code) -> None:
     steps = (num_inputs + (STEP - 1)) // STEP
     last = code.choose(rest >= 1, room, code.whole(0))
 
-    def copy_last() -> None:
-        for o in range(BLOCK):
-            source = weights + row_bytes * o + whole * LINE_BYTES
-            copy_rest(code, 2, source, rest, room + o * LINE_BYTES)
-
     def run(panel: Int, number: int, first: bool) -> None:
         code.run(
             _tiles_name(number, first), weights, row_bytes, whole, x + panel * steps * _TILE_BYTES,
@@ -640,9 +650,17 @@ def _multiply_tiles(code: Code) -> None:
 
         code.either(panel.equals(0), lambda: run_some(True), lambda: run_some(False))
 
-    code.when(rest >= 1, copy_last)
+    code.when(rest >= 1, lambda: _copy_last(code, weights, row_bytes, num_inputs, room))
     code.each(panels, some_panels, step=_AT_ONCE)
     code.end()
+
+
+def _copy_last(code: Code, weights: Int, row_bytes: Int, num_inputs: Int, room: Int) -> None:
+    """Copy a block's weights of the last inputs, which fill no tile, a line each."""
+    whole, rest = num_inputs // STEP, num_inputs % STEP
+    for o in range(BLOCK):
+        source = weights + row_bytes * o + whole * LINE_BYTES
+        copy_rest(code, 2, source, rest, room + o * LINE_BYTES)
 
 
 def _some_panels(code: Code, panels: int, first: bool) -> None:
@@ -681,3 +699,108 @@ def _load(code: Code, number: int, place: Int, row_bytes: Value) -> None:
 
 def _tile(number: int) -> ir.Constant:
     return ir.Constant(I8, number)
+
+
+# -- by panels of rows -----------------------------------------------------------------------------
+
+# A block of outputs at a time by pairs: weights as they lie, inputs packed before, as for tiles.
+#
+#     c[o][r] = Σ_w weight[o][w] · x[w][r]     words w are pairs of bfloat16; r: sixteen rows, lanes
+#
+# No sum crosses a vector, and a word of weights is read once for up to three panels. One row takes
+# as long as sixteen, which is no longer than memory takes where all cores read. Every sum is added
+# up in the order of its inputs, however many rows there are.
+
+_WORDS = 4  # of each output, between two looks at the loop's end
+
+
+def write_panels(module: ir.Module, isa: Isa) -> None:
+    """Add "pack_panels" and "multiply_panels" to a module."""
+    _pack_for_tiles(Code(module, "pack_panels", 6, isa), 1)
+    for panels in PANEL_OUTPUTS:
+        for first in (True, False):
+            _rows_of_panels(Code(module, _panels_name(panels, first), 8, isa), panels, first)
+    _multiply_panels(Code(module, "multiply_panels", 8, isa))
+
+
+def _panels_name(panels: int, first: bool) -> str:
+    return f"panels_{panels}" + "_first" * first
+
+
+def _multiply_panels(code: Code) -> None:
+    """(weights, their row bytes, inputs, x, rows, c, next, room): as "multiply" of tiles."""
+    weights, row_bytes, num_inputs, x, num_rows, sums, ahead, room = code.params
+    panels = (num_rows + (LANES - 1)) // LANES
+    whole, rest = num_inputs // STEP, num_inputs % STEP
+    panel_bytes = (num_inputs + (STEP - 1)) // STEP * _TILE_BYTES
+    most = max(PANEL_OUTPUTS)
+
+    def run(panel: Int, number: int, first: bool) -> None:
+        outputs = PANEL_OUTPUTS[number]
+
+        def some_outputs(o: Int) -> None:
+            following = weights + (o + outputs) * row_bytes
+            code.run(
+                _panels_name(number, first), weights + o * row_bytes, row_bytes, whole,
+                x + panel * panel_bytes, panel_bytes,
+                sums + panel * PANEL_BYTES + o * LINE_BYTES,
+                code.choose(o + outputs < BLOCK, following, ahead),
+                code.choose(rest >= 1, room + o * LINE_BYTES, code.whole(0)),
+            )  # fmt: skip
+
+        code.each(BLOCK, some_outputs, step=outputs)
+
+    def some_panels(panel: Int) -> None:
+        def run_some(number: int, first: bool) -> None:
+            if number == 1:
+                run(panel, number, first)
+                return
+            code.either(
+                panels - panel >= number,
+                lambda: run(panel, number, first),
+                lambda: run_some(number - 1, first),
+            )
+
+        code.either(panel.equals(0), lambda: run_some(most, True), lambda: run_some(most, False))
+
+    code.when(rest >= 1, lambda: _copy_last(code, weights, row_bytes, num_inputs, room))
+    code.each(panels, some_panels, step=most)
+    code.end()
+
+
+def _rows_of_panels(code: Code, panels: int, first: bool) -> None:
+    """(weights, row bytes, whole steps, x, a panel's bytes, c, next, last weights or nothing)."""
+    weights, row_bytes, steps, x, panel_bytes, sums, ahead, last = code.params
+    outputs = PANEL_OUTPUTS[panels]
+    words = steps * LANES
+
+    def add(totals: list[Value], place: Int, stride: Int, given: Int) -> list[Value]:
+        found = list(totals)
+        for w in range(_WORDS):
+            inputs = [
+                code.read(given + panel_bytes * p + w * LINE_BYTES, INTS) for p in range(panels)
+            ]
+            for o in range(outputs):
+                weight = code.splat(code.read(place + stride * o + w * 4, I32))
+                for p in range(panels):
+                    at = o * panels + p
+                    found[at] = code.dot_pairs(found[at], weight, inputs[p])
+        return found
+
+    def some_words(word: Int, totals: list[Value]) -> list[Value]:
+        if first:
+            code.prefetch(ahead + word * (outputs * 4), outputs * _WORDS * 4)
+        return add(totals, weights + word * 4, row_bytes, x + word * LINE_BYTES)
+
+    totals = code.loop(words, [code.floats(0.0)] * (outputs * panels), some_words, step=_WORDS)
+
+    def rest(word: Int, totals: list[Value]) -> list[Value]:
+        given = x + (words + word) * LINE_BYTES
+        return add(totals, last + word * 4, code.whole(LINE_BYTES), given)
+
+    has_rest = code.choose(last >= 1, code.whole(LANES), code.whole(0))
+    totals = code.loop(has_rest, totals, rest, step=_WORDS)
+    for number, total in enumerate(totals):
+        o, p = divmod(number, panels)
+        code.store(total, sums + p * PANEL_BYTES + o * LINE_BYTES)
+    code.end()

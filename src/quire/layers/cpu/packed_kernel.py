@@ -427,7 +427,7 @@ def _write_finish(code: Code, shape: PackedShape) -> None:
         value = with_bias(sums, bias)
         if shape.activation is not None:
             other = with_bias(others, other_bias)
-            value = gated(code, value, other, shape.activation, shape.kind, room)
+            value = gated(code, value, other, shape.activation, shape.kind)
         target = out + r * out_row + p * PANEL * size
 
         def some() -> None:

@@ -47,17 +47,14 @@ def unsupported(weights: Sequence[PackedWeight]) -> str | None:
     return None
 
 
-def usual_rows(isa: Isa, dtype: torch.dtype, *, rounds_inputs: bool = False) -> int:
+def usual_rows(isa: Isa, dtype: torch.dtype) -> int:
     """Return the most rows that are multiplied with codes, and not with numbers by torch.
 
-    Measured on two cores with AVX-512 VNNI and without bfloat16: inputs of two bytes are 1.7 times
-    as fast as torch's floats there. Where a CPU multiplies bfloat16 itself torch is much faster,
-    and fewer is a guess. So is that inputs of one byte are faster than pairs of bfloat16, of which
-    a CPU multiplies half as many at once; tiles multiply more.
+    Measured on two cores with AVX-512 VNNI and without bfloat16, where inputs of two bytes are 1.7
+    times as fast as torch's floats, and on two of Zen 5, where they are 0.9 to 1.8 times as fast as
+    torch's pairs of bfloat16, which round the weights besides. Tiles multiply more.
     """
-    if rounds_inputs and isa.byte_dot and not isa.amx:
-        return sys.maxsize
-    if _is_fast_in_16_bits(isa, dtype):
+    if _is_fast_in_16_bits(isa, dtype) and (isa.amx or not isa.byte_dot):
         return _MOST_ROWS // 4
     return sys.maxsize if isa.byte_dot and dtype != torch.float32 else _MOST_ROWS
 
@@ -102,7 +99,7 @@ class PackedProduct:
         )
         usual = most_rows
         if usual is None:
-            usual = usual_rows(self._isa, dtype, rounds_inputs=rounds_inputs)
+            usual = usual_rows(self._isa, dtype)
         self.most_rows = sys.maxsize if batch_invariant else usual
         self._at_once = _MOST_ROWS if most_rows is None else most_rows
         self._work = kernels.address(
