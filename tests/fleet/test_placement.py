@@ -193,7 +193,8 @@ def test_a_full_replica_is_waited_for_as_long_as_requests_run() -> None:
     world.clock.now_s += 10
     world.placement.note_end(placed)
     for name in NAMES:
-        world.placement.report(name, Load(num_running=2 if name != "c" else 1, max_num_seqs=2))
+        world.placement.report(name, Load(num_running=2, max_num_seqs=2))
+    world.placement.report("c", Load(num_running=1, max_num_seqs=2, queued_tokens=500))
     assert world.place().replica == "c"
 
 
