@@ -218,6 +218,8 @@ OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
         "OMP_NUM_THREADS": "Number of threads of torch and of Quire's kernels. Default: the cores "
         "that the process may use.",
         "MKL_NUM_THREADS": "The same.",
+        "GLIBC_TUNABLES": "With a threshold of the C allocator in it, Quire sets none of its own; "
+        "so with `MALLOC_TRIM_THRESHOLD_` or `MALLOC_MMAP_THRESHOLD_`.",
         "OMP_WAIT_POLICY": "Set to `PASSIVE` by every command, unless it is set: idle threads "
         "sleep.",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "Set to 32 by every command, unless it is set: torch "

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fleet.replicas import BreakableReplica, engine, fleet_of, until
+from fleet.replicas import OPTIONS, BreakableReplica, engine, fleet_of, until
 from quire import AsyncLLM, SamplingParams
 from quire.engine.outputs import TextDelta
 from quire.errors import ConfigError, QuireError, RequestError
@@ -396,7 +396,7 @@ def test_an_engine_that_is_closed_hands_its_streams_on() -> None:
     async def ask() -> None:
         params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
         (want,) = await expected(PROMPTS[:1], params)
-        own = AsyncLLM(load(), kv_cache_memory_bytes="24MiB", max_model_len=512, max_num_seqs=32)
+        own = AsyncLLM(load(), **OPTIONS)
         handles = [LocalReplica("short-lived", own), BreakableReplica("b")]
         fleet = await FleetEngine.start(handles, RoundRobin(), report_interval_s=0.02, seed=0)
         while len([m for m in fleet.members.values() if m.state == "up"]) < 2:
@@ -421,7 +421,7 @@ def test_an_engine_that_is_closed_hands_its_streams_on() -> None:
 def test_two_models_under_one_name_are_refused() -> None:
     async def ask() -> None:
         other = AsyncLLM(tiny_model("llama"), **{"kv_cache_memory_bytes": "8MiB"})
-        smaller = AsyncLLM(load(), kv_cache_memory_bytes="8MiB", max_model_len=256)
+        smaller = AsyncLLM(load(), **{**OPTIONS, "max_model_len": 256})
         async with fleet_of("a") as fleet:
             with pytest.raises(ConfigError, match=r"another model.*weights"):
                 await fleet.engine.join(LocalReplica("other", other))

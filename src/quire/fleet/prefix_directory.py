@@ -746,8 +746,11 @@ def _as_int32(token_ids: PromptTokens, count: int) -> TokenIds:
     if isinstance(token_ids, np.ndarray):
         return np.ascontiguousarray(token_ids[:count], np.int32)
     # A tuple is passed on as it is where it is all that is passed, and "I" reads an int sooner than
-    # "i". No token id is below 0.
-    packed = Struct(f"{len(token_ids)}I").pack(*token_ids)
+    # "i". A token id below 0 is only a simulated prompt's that is like no other.
+    try:
+        packed = Struct(f"{len(token_ids)}I").pack(*token_ids)
+    except StructError:
+        packed = Struct(f"{len(token_ids)}i").pack(*token_ids)
     return np.frombuffer(packed, np.int32, count)
 
 
