@@ -358,7 +358,8 @@ def test_tiers_are_told_by_name(tmp_path: Path) -> None:
         read = scrape("vllm:kv_offload_tiering_read_bytes_total", tier="memory")
         assert read == report.tiers[0].loaded_bytes > 0
         latency = "vllm:kv_offload_tiering_promotion_latency_seconds"
-        assert scrape(f"{latency}_count", tier="memory") == 4
+        # A prompt that is computed sooner than its blocks are loaded is not loaded.
+        assert 0 < scrape(f"{latency}_count", tier="memory") <= 4
         assert scrape(f"{latency}_count", tier=folder) == 0
         assert scrape("quire:tier_blocks_total", outcome="copied") > 0
         for name in ("bad_records_total", "errors_total", "late_loads_total"):
