@@ -59,7 +59,8 @@ class ForkServer:
     def __init__(self) -> None:
         self.told = threading.Condition()
         self._forks: dict[int, Fork] = {}
-        self._started: list[int] = []
+        self._num_jobs = 0
+        self._started: dict[int, int] = {}  # a job's number, and its process
         self._one_at_a_time = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, __file__, str(theirs.fileno())]
@@ -78,16 +79,16 @@ class ForkServer:
         leaves: bool,
     ) -> Fork:
         """Fork a process for ``start``."""
-        job = dict(
-            code=code, args=args, env=dict(os.environ if env is None else env),
-            cwd=os.fspath(cwd or os.getcwd()), leaves=leaves,
-        )  # fmt: skip
         with self._one_at_a_time, self.told:
+            self._num_jobs += 1
+            number = self._num_jobs
+            job = dict(
+                code=code, args=args, env=dict(os.environ if env is None else env),
+                cwd=os.fspath(cwd or os.getcwd()), leaves=leaves, number=number,
+            )  # fmt: skip
             socket.send_fds(self._control, [json.dumps(job).encode()], [stdout, stderr])
-            assert self.told.wait_for(lambda: self._started, timeout=120)
-            pid = self._started.pop()
-            fork = self._forks[pid] = Fork(self, pid)
-        return fork
+            assert self.told.wait_for(lambda: number in self._started, timeout=120)
+            return self._forks[self._started.pop(number)]
 
     def close(self) -> None:
         self._control.shutdown(socket.SHUT_RDWR)  # to close it is unnoticed while it is read
@@ -97,16 +98,16 @@ class ForkServer:
     def _listen(self) -> None:
         while True:
             try:
-                event, pid, code = json.loads(self._control.recv(1000))
+                event, pid, number = json.loads(self._control.recv(1000))
             except (OSError, ValueError):
                 return
             with self.told:
+                # This thread waits for no one: who asked for a fork may have been interrupted.
                 if event == "started":
-                    self._started.append(pid)
+                    self._started[number] = pid
+                    self._forks[pid] = Fork(self, pid)
                 else:
-                    # The one who asked for it takes it down under the same lock.
-                    self.told.wait_for(lambda pid=pid: pid in self._forks)
-                    self._forks.pop(pid).returncode = code
+                    self._forks[pid].returncode = number
                 self.told.notify_all()
 
 
@@ -212,7 +213,7 @@ def _next_job(control: socket.socket) -> dict[str, Any] | None:
             for file in files:
                 os.close(file)
             children[os.pidfd_open(pid)] = pid
-            control.send(json.dumps(["started", pid, 0]).encode())
+            control.send(json.dumps(["started", pid, json.loads(data)["number"]]).encode())
 
 
 def _import_libraries() -> None:
