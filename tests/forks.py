@@ -102,7 +102,7 @@ class ForkServer:
             except (OSError, ValueError):
                 return
             with self.told:
-                # This thread waits for no one: who asked for a fork may have been interrupted.
+                # This thread never waits: a test that asked for a fork may have been interrupted.
                 if event == "started":
                     self._started[number] = pid
                     self._forks[pid] = Fork(self, pid)

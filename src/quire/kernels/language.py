@@ -428,15 +428,20 @@ class Code:
         return self.call("llvm.x86.avx512.permvar.sf.512", FLOATS, table, numbers)
 
     def lane_sums(self, several: list[Value]) -> Value:
-        """Sum the lanes of each of sixteen vectors: the sum of the i-th becomes lane i."""
+        """Sum the lanes of each of 2, 4, 8 or 16 vectors: the sum of the i-th becomes lane i.
+
+        The order of a sum is one that no compiler may change: halves of its lanes are added up.
+        """
         width = LANES
         while width > 1:
             width //= 2
+            if len(several) == 1:
+                several = several * 2
             # Of every 2 · width lanes the first half and the second: of all in a, then in b.
             first = [n + i for n in range(0, 2 * LANES, 2 * width) for i in range(width)]
             second = [lane + width for lane in first]
             several = [
-                self.plus(self.shuffle(a, b, first), self.shuffle(a, b, second))
+                self.b.fadd(self.shuffle(a, b, first), self.shuffle(a, b, second))
                 for a, b in zip(several[::2], several[1::2], strict=True)
             ]
         return several[0]

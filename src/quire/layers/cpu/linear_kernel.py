@@ -329,29 +329,11 @@ def _some_rows(code: Code, shape: ProductShape, rows: int, first: bool) -> None:
 
 
 def _write_sums(code: Code, totals: list[Value], rows: int, target: Int) -> None:
-    """Write the sum of all lanes of each [outputs][rows], in an order that no compiler may change.
-
-    Halves of lanes are added up, of two vectors at a time, so that their sums become one vector.
-    """
-    width = LANES
-    while width > 1:
-        width //= 2
-        if len(totals) == 1:
-            totals = totals * 2
-        totals = [
-            _add_halves(code, a, b, width) for a, b in zip(totals[::2], totals[1::2], strict=True)
-        ]
+    """Write the sum of all lanes of each [outputs][rows]."""
+    sums = code.lane_sums(totals)
     for o in range(OUTPUTS):
-        some = code.shuffle(totals[0], totals[0], [o * rows + r for r in range(rows)])
+        some = code.shuffle(sums, sums, [o * rows + r for r in range(rows)])
         code.write(some, target + o * LINE_BYTES)
-
-
-def _add_halves(code: Code, a: Value, b: Value, width: int) -> Value:
-    """Of every ``2 * width`` lanes, the first half and the second: of all in a, then in b."""
-    lanes = [first + n for first in range(0, 2 * LANES, 2 * width) for n in range(width)]
-    return code.b.fadd(
-        code.shuffle(a, b, lanes), code.shuffle(a, b, [lane + width for lane in lanes])
-    )
 
 
 # -- outputs ---------------------------------------------------------------------------------------
