@@ -83,7 +83,7 @@ def write_gguf(
         if own == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stored = names.get_name(own, (".weight", ".bias"))
-        as_kind = (others or {}).get(stored, kind) if tensor.dim() > 1 else "F32"
+        as_kind = (others or {}).get(stored, kind if tensor.dim() > 1 else "F32")
         _write(writer, stored, own, tensor, as_kind, config, name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -218,3 +218,10 @@ def test_scales_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(ModelNotLoadable, match=r"layers\.2\.self_attn\.v_proj: there are scales"):
         load(path)
+
+
+def test_a_vector_of_codes_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tiny_model("llama"), others={"blk.1.ffn_norm.weight": "Q8_0"})
+    with pytest.raises(ModelNotLoadable, match=r"blk\.1\.ffn_norm\.weight is a vector in Q8_0"):
+        load(path)

@@ -113,7 +113,12 @@ def test_a_block_is_as_large_as_ggml_says() -> None:
         (file_of([], [], counts=(0, 9)), "it ends in"),
         (file_of([struct.pack("<Q", 2**62)], [], counts=(0, 1)), "length of a field's name is"),
         (file_of([field("x", 77, b"")], []), "x is of an unknown kind, 77"),
-        (file_of([field("x", LIST, struct.pack("<IQ", U8, 2**63))], []), "it ends in x"),
+        (file_of([field("x", LIST, struct.pack("<IQ", U8, 2**63))], []), "x has 9,223"),
+        (file_of([field("x", LIST, struct.pack("<IQ", U8, 999_999))], []), "it ends in x"),
+        (
+            file_of([field("x", LIST, struct.pack("<IQ", U8, 4_000_001) + bytes(4_000_001))], []),
+            "x has 4,000,001 numbers",
+        ),
         (file_of([field("x", LIST, struct.pack("<IQ", TEXT, 2**63))], []), "x has 9,223"),
         (file_of([field("x", LIST, struct.pack("<IQ", TEXT, 999_999))], []), "it ends in x"),
         (
@@ -185,6 +190,15 @@ def test_fields_that_cannot_be_read_are_named(
     path = tmp_path / "model.gguf"
     path.write_bytes(file_of(fields_of(**{**SIZES, **changes}), TENSORS, 1408))
     with pytest.raises(ModelNotLoadable, match=said):
+        find_spec(path)
+
+
+def test_layers_between_that_are_not_there(tmp_path: Path) -> None:
+    """All layers of a header are made before their tensors are asked for."""
+    path, last = tmp_path / "model.gguf", tensor("blk.9999.attn_norm.weight", [32], F32, 1280)
+    fields = fields_of(**{**SIZES, "block_count": 10_000})
+    path.write_bytes(file_of(fields, [TENSORS[0], last], 1408))
+    with pytest.raises(ModelNotLoadable, match="block_count=10000 is more than its tensors have"):
         find_spec(path)
 
 

@@ -177,6 +177,8 @@ def _places(file: GgufFile, library: "ModuleType", outline: PreTrainedModel) -> 
                 f"{file.path}: {stored} is {list(own.shape)}, and its header makes it "
                 f"{list(tensor.shape)}"
             )
+        if len(own.shape) == 1 and own.type not in _FLOATS:
+            raise ModelNotLoadable(f"{file.path}: {stored} is a vector in {own.type}")
         found[name] = _Place(tensor=own, **_changes(name, family, config))
         left.discard(stored)
     if left:

@@ -160,7 +160,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     if table is None or len(table.shape) != 2:
         raise ModelNotLoadable(f"{file.path} has no table of tokens (token_embd.weight)")
     num_layers, num_heads = fields.integer("block_count"), fields.integer("attention.head_count")
-    if f"blk.{num_layers - 1}.attn_norm.weight" not in file.tensors:
+    # As many layers are made as it says, before one of them is looked for.
+    if any(f"blk.{n}.attn_norm.weight" not in file.tensors for n in range(num_layers)):
         raise fields.wrong("block_count", "is more than its tensors have")
     hidden_size = fields.integer("embedding_length")
     head_dim = fields.optional_integer("attention.key_length") or hidden_size // num_heads

@@ -23,6 +23,7 @@ _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_FIELDS = 65_536
 _MOST_TENSORS = 65_536
 _MOST_TEXTS = 4_000_000  # in all lists together: tokens and merges of the largest vocabularies, × 4
+_MOST_NUMBERS = 4_000_000  # in all lists together: a score and a type for each token
 _MOST_TEXT_BYTES = 2**20  # of one that is kept: a chat template has some thousand
 _MOST_DIMS = 4
 _LARGEST_SIDE = 2**48
@@ -103,6 +104,7 @@ class _Header:
         self._num_bytes = num_bytes
         self._left = num_bytes
         self._texts_left = _MOST_TEXTS
+        self._numbers_left = _MOST_NUMBERS
 
     def read(self, path: Path) -> GgufFile:
         if (found := self._read(len(_MAGIC), "its first bytes")) != _MAGIC:
@@ -175,6 +177,11 @@ class _Header:
         inner = self._number(_U32)
         count = self._number(_U64)
         if inner in _NUMBERS:
+            if count > self._numbers_left:
+                raise ValueError(
+                    f"{name} has {count:,} numbers, of {_MOST_NUMBERS:,} at most in all"
+                )
+            self._numbers_left -= count
             self._skip(count * _NUMBERS[inner].size, name)
         elif inner == _TEXT:
             if count > self._texts_left:
