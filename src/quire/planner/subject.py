@@ -39,6 +39,7 @@ from quire.planner.weights import (
     Stored,
     footprint_of,
     gguf_tensors,
+    of_codes,
     parts_of,
     stored_tensors,
     widest_stored,
@@ -278,11 +279,15 @@ def _of_tensors(
 ) -> Subject:
     spec, computing = _computed(ModelSpec.from_config(config, source), dtype)
     shapes, item_bytes = shapes_of(config, spec, source), dtype_bytes(computing)
-    # Codes of a quantized checkpoint keep their dtype; other weights get the one of --dtype.
+    # Codes of a quantized checkpoint and their scales keep their dtype; others get --dtype's.
     are_codes = is_quantized(config)
-    kept = None if are_codes else item_bytes
-    weights = parts_of(tensors, shapes, lambda tensor: tensor.bytes_in(kept))
-    counted = parts_of(tensors, shapes, lambda tensor: tensor.num_items)
+    coded = of_codes(tensors) if are_codes else frozenset()
+
+    def num_bytes(name: str, tensor: Stored) -> int:
+        return tensor.bytes_in(None if name in coded else item_bytes)
+
+    weights = parts_of(tensors, shapes, num_bytes)
+    counted = parts_of(tensors, shapes, lambda _, tensor: tensor.num_items)
     return Subject(
         name=name,
         spec=spec,

@@ -146,14 +146,30 @@ def widest_stored(tensors: Mapping[str, Stored], shapes: Shapes) -> int:
     return max((_rows(name, tensor, shapes) for name, tensor in loaded), default=0)
 
 
+def of_codes(tensors: Mapping[str, Stored]) -> frozenset[str]:
+    """Return the names of the tensors of modules that have codes: scales keep their dtype there.
+
+    Some files have them one name farther on: q_proj.weight.absmax.
+    """
+    modules = {_module(name) for name, tensor in tensors.items() if tensor.dtype not in _FLOATS}
+    return frozenset(name for name in tensors if modules & {_module(name), _module(_module(name))})
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 def parts_of(
-    tensors: Mapping[str, Stored], shapes: Shapes, size: Callable[[Stored], int]
+    tensors: Mapping[str, Stored], shapes: Shapes, size: Callable[[str, Stored], int]
 ) -> WeightParts:
-    """Return the size of each part of the weights, by the names of a file's tensors."""
+    """Return the size of each part of the weights, by the names of a file's tensors.
+
+    ``size`` of a tensor, by its name.
+    """
     sizes = dict.fromkeys(("table", "head", "attention", "dense", "experts", "small", "towers"), 0)
     for name, tensor in tensors.items():
         if not _is_left_out(name, shapes):
-            sizes[_part(name, tensor)] += size(tensor)
+            sizes[_part(name, tensor)] += size(name, tensor)
     return WeightParts(**sizes)
 
 

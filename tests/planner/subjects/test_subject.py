@@ -9,6 +9,8 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from quire.errors import ModelNotLoadable
 from quire.planner.subject import find_subject
@@ -40,13 +42,23 @@ def test_a_folder_without_weights_is_an_estimate_too(tmp_path: Path) -> None:
 def test_codes_of_a_quantized_checkpoint_stay_as_they_are(
     tmp_path: Path, field: str, said: Any, is_quantized: bool
 ) -> None:
+    """And their scales; tables and norms get the dtype that is asked for."""
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, field: said}))
-    (tmp_path / "model.safetensors").symlink_to(DEMO / "model.safetensors")
-    found = find_subject(str(tmp_path), dtype="float32").own.weights_bytes
-    stored = find_subject().own.weights_bytes
-    assert find_subject(dtype="float32").own.weights_bytes == 2 * stored
-    assert found == (stored if is_quantized else 2 * stored)
+    where = "model.layers.0.self_attn.q_proj"
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(64, 8, dtype=torch.bfloat16),
+        "model.norm.weight": torch.zeros(8),
+        f"{where}.qweight": torch.zeros(8, 3, dtype=torch.int32),
+        f"{where}.scales": torch.zeros(3, 5, dtype=torch.float16),
+        f"{where}.qweight.absmax": torch.zeros(7, dtype=torch.float16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        found = find_subject(str(tmp_path), dtype=dtype).own.weights_bytes
+        assert found == (64 * 8 + 8) * size + 8 * 3 * 4 + (3 * 5 + 7) * (
+            2 if is_quantized else size
+        )
 
 
 @pytest.fixture(autouse=True)
