@@ -22,6 +22,7 @@ from quire.memory.machine import Machine
 from quire.memory.residency import Residency
 from quire.models.loader import LoadedModel, load, read_config
 from quire.models.rank_spec import part_spec
+from quire.models.stored_checkpoint import stored_config
 from quire.spec import ModelSpec
 from quire.spec.model_files import find_folder
 
@@ -92,7 +93,14 @@ def load_parts(
     folder = find_folder(name)
     config, spec = read_config(str(folder or name), folder)
     part_spec(str(folder or name), config, spec, num_ranks)  # raises before anything is started
-    ranks = workers or WorkerGroup(num_ranks, choose_device(device).type).start()
+    place = choose_device(device).type
+    if place == "cpu" and stored_config(config) is not None:
+        method = config.quantization_config["quant_method"]
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks}: the weights of {folder or name} are codes "
+            f"({method}), and ranks divide none: leave the option out"
+        )
+    ranks = workers or WorkerGroup(num_ranks, place).start()
     parted = PartedModel(ranks, ranks.new_name(), owns_workers=workers is None)
 
     def load_own() -> LoadedModel:
