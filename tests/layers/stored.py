@@ -49,7 +49,7 @@ def store(
 ) -> Stored:
     """Any codes, with scales of about one times ``scale``."""
     generator = torch.Generator().manual_seed(seed)
-    groups, most, middle = inputs // group_size, 2**bits, 2 ** (bits - 1)
+    groups, most, middle = -(-inputs // group_size), 2**bits, 2 ** (bits - 1)
     codes = torch.randint(0, most, (outputs, inputs), generator=generator)
     zeros = torch.randint(0, most, (outputs, groups), generator=generator)
     if is_symmetric:

@@ -6,14 +6,14 @@ holds in all of them, so nothing is rounded anew: what is packed has the very nu
 Codes and zeros count from the middle here, and from the lowest code there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from quire.layers.cpu.packed_weight import MOST_GROUP, PackedWeight, pack
-from quire.units import ceil_div
+from quire.layers.cpu.packed_weight import MOST_GROUP, STEP, PackedWeight, pack
+from quire.units import align_up, ceil_div
 
 _WORD_BITS = 32
 # Which of eight outputs a word's i-th four bits are of. Source: AutoAWQ, gemm.
@@ -26,6 +26,8 @@ STORED_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
     ),
 })  # fmt: skip
+_OPTIONAL = frozenset({"g_idx", "weight_zero_point", "weight_g_idx"})
+_NO_MATRICES = frozenset({"g_idx", "weight_g_idx", "weight_shape"})
 
 
 def stored_bits(
@@ -34,8 +36,9 @@ def stored_bits(
     """Find in how many bits a layer's codes are: files may mix them.
 
     ``tensors``: words i32[…, …], as for ``read_stored``.
-    Raises: ValueError for other than 4 and 8.
+    Raises: ValueError for other than 4 and 8, and as ``read_stored`` for what is missing.
     """
+    _check_whole(method, tensors)
     if method == "gptq":
         words, codes = tensors["qweight"].shape[0], num_inputs
     elif method == "awq":
@@ -49,17 +52,22 @@ def stored_bits(
 
 
 def read_stored(
-    method: str, tensors: Mapping[str, Tensor], *, bits: int, zeros_less: int = 1
+    method: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    bits: int,
+    zeros_less: int = 1,
+    group_sizes: Collection[int] = (),
 ) -> PackedWeight:
     """Pack what a checkpoint has of one layer, by the names of ``STORED_NAMES``.
 
     ``tensors``: words i32[…, …] and scales, shaped as the method has them. ``zeros_less``: by how
-    much the zeros that GPTQ stores are too small (0 in its second form).
-    Raises: ValueError for shapes or an order of inputs that are none of the method's.
+    much the zeros that GPTQ stores are too small (0 in its second form). ``group_sizes``: those
+    that the checkpoint speaks of, since a row may end inside of a group.
+    Raises: ValueError for tensors that are missing, for shapes or an order of inputs that are none
+    of the method's, and for scales that are no finite numbers.
     """
-    for name, each in tensors.items():
-        if name not in ("g_idx", "weight_g_idx", "weight_shape") and each.dim() != 2:
-            raise ValueError(f"{name} is {list(each.shape)}, which is no matrix")
+    _check_whole(method, tensors)
     if method == "gptq":
         codes = _along_rows(tensors["qweight"], bits).T
         # A zero of nothing is stored as the highest code.
@@ -79,8 +87,10 @@ def read_stored(
         else:
             zeros = _along_rows(stored, bits)[:num_outputs]
     scales = scales.contiguous()
-    group_size = _group_size(codes, scales, zeros)
-    _check_order(tensors.get("g_idx", tensors.get("weight_g_idx")), group_size)
+    if not bool(scales.isfinite().all()):
+        raise ValueError("there are scales that are no finite numbers")
+    group_of = tensors.get("g_idx", tensors.get("weight_g_idx"))
+    group_size = _group_size(codes, scales, zeros, group_of, group_sizes)
     codes, zeros = ((x - (1 << (bits - 1))).to(torch.int8).contiguous() for x in (codes, zeros))
     if group_size > MOST_GROUP:  # several records have the same scale
         parts = ceil_div(codes.shape[1], MOST_GROUP)
@@ -96,7 +106,27 @@ def read_stored(
     )
 
 
-def _group_size(codes: Tensor, scales: Tensor, zeros: Tensor) -> int:
+def _check_whole(method: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raises: ValueError for a tensor that is missing, or that is no matrix."""
+    for name in STORED_NAMES[method]:
+        if name not in tensors and name not in _OPTIONAL:
+            raise ValueError(f"there is no {name}")
+    for name, each in tensors.items():
+        if name not in _NO_MATRICES and (each.dim() != 2 or not each.numel()):
+            raise ValueError(f"{name} is {list(each.shape)}, which is no matrix")
+    shape = tensors.get("weight_shape")
+    if shape is not None and shape.shape != (2,):
+        raise ValueError(f"weight_shape is {list(shape.shape)}, and not two numbers")
+
+
+def _group_size(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    group_of: Tensor | None,  # each input's; all -1 where nothing is said
+    sizes: Collection[int],
+) -> int:
+    """Find how many inputs a group has; the last one of a row may have fewer."""
     num_outputs, num_inputs = codes.shape
     groups = scales.shape[1]
     if not groups or scales.shape != (num_outputs, groups) or zeros.shape != scales.shape:
@@ -104,18 +134,25 @@ def _group_size(codes: Tensor, scales: Tensor, zeros: Tensor) -> int:
             f"codes are {list(codes.shape)}, scales {list(scales.shape)} and zeros "
             f"{list(zeros.shape)}: they do not belong together"
         )
-    if num_inputs % groups:
+    if group_of is not None and bool((group_of == -1).all()):
+        group_of = None
+    if group_of is not None and group_of.shape != (num_inputs,):
+        raise ValueError(f"groups of {list(group_of.shape)} inputs are said, of {num_inputs}")
+    if groups == 1:
+        size = align_up(num_inputs, STEP)
+    elif group_of is not None:
+        size = int((group_of == 0).sum())
+    else:
+        even = num_inputs // groups
+        fitting = [size for size in sizes if ceil_div(num_inputs, size) == groups]
+        size = even if even in fitting or not fitting else fitting[0]
+    if group_of is not None:
+        usual = torch.arange(num_inputs, dtype=group_of.dtype) // max(1, size)
+        if not torch.equal(group_of, usual):
+            raise ValueError("its groups are of inputs in another order (act-order, desc_act)")
+    if not size or ceil_div(num_inputs, size) != groups:
         raise ValueError(f"{num_inputs} inputs are not {groups} groups of one size")
-    return num_inputs // groups
-
-
-def _check_order(group_of: Tensor | None, group_size: int) -> None:
-    """Raises: ValueError where groups are not of inputs that follow one another."""
-    if group_of is None:
-        return
-    usual = torch.arange(len(group_of), dtype=group_of.dtype) // group_size
-    if not torch.equal(group_of, usual):
-        raise ValueError("its groups are of inputs in another order (act-order, desc_act)")
+    return size
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:

@@ -55,6 +55,25 @@ class StoredConfig(QuantizationConfigMixin):
         """By how much zeros that GPTQ stores are too small: one, but for its second form."""
         return 0 if self.published.get("checkpoint_format") == "gptq_v2" else 1
 
+    @property
+    def needs_zeros(self) -> bool:
+        """Tell whether all codes of compressed-tensors have zeros, which it leaves out else."""
+        said = [weights.get("symmetric", True) for weights in self._of_groups]
+        return self.method == "compressed-tensors" and bool(said) and not any(said)
+
+    @property
+    def group_sizes(self) -> frozenset[int]:
+        """Those that it speaks of: some layers may have another than the others."""
+        said = [self.published, *_mappings(self.published.get("dynamic")), *self._of_groups]
+        sizes = [each.get("group_size") for each in said]
+        return frozenset(size for size in sizes if type(size) is int and size > 0)
+
+    @property
+    def _of_groups(self) -> list[Mapping[str, Any]]:
+        """What compressed-tensors says of the weights of each group of modules."""
+        groups = _mappings(self.published.get("config_groups"))
+        return _mappings([group.get("weights") for group in groups])
+
 
 def stored_config(config: Any) -> dict[str, Any] | None:
     """Return what has Transformers load a config's weights by our quantizer.
@@ -74,15 +93,24 @@ def stored_config(config: Any) -> dict[str, Any] | None:
 
 
 def _packs_weights_alone(said: Mapping[str, Any]) -> bool:
-    groups = said.get("config_groups")
+    groups, transforms = said.get("config_groups"), said.get("transform_config")
     if said.get("format") != "pack-quantized" or not isinstance(groups, dict):
         return False
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        return False  # inputs are rotated before they are multiplied
     return all(
         isinstance(group, dict)
         and group.get("input_activations") is None
         and group.get("output_activations") is None
         for group in groups.values()
     )
+
+
+def _mappings(several: Any) -> list[Mapping[str, Any]]:
+    """Those of a mapping's or a list's values that are mappings themselves."""
+    if isinstance(several, dict):
+        several = [*several.values()]
+    return [each for each in several if isinstance(each, dict)] if type(several) is list else []
 
 
 @cache
@@ -126,8 +154,14 @@ class StoredQuantizer(HfQuantizer):
     ) -> None:
         known = STORED_NAMES[self.quantization_config.method]
         stored = _tensors(checkpoint_files or (), known)
+        head = model.get_output_embeddings()
         for where, layer in [*model.named_modules()]:
             if isinstance(layer, nn.Linear) and where in stored:
+                if layer is head and model.config.get_text_config().tie_word_embeddings:
+                    raise ValueError(
+                        f"{where} has codes, and config.json says that it is the table of tokens "
+                        f"(tie_word_embeddings)"
+                    )
                 put(model, where, StoredLinear(layer, stored[where]))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
@@ -141,11 +175,14 @@ class StoredQuantizer(HfQuantizer):
                 if name != "bias"
             }
             try:
+                if config.needs_zeros and "weight_zero_point" not in tensors:
+                    raise ValueError("there is no weight_zero_point, and it is not symmetric")
                 packed = read_stored(
                     config.method,
                     tensors,
                     bits=stored_bits(config.method, tensors, layer.out_features, layer.in_features),
                     zeros_less=config.zeros_less,
+                    group_sizes=config.group_sizes,
                 )
                 if packed.shape != (layer.out_features, layer.in_features):
                     raise ValueError(f"its weight is {packed.shape}")

@@ -1,5 +1,5 @@
 """Weights into records, at the speed at which memory gives them: ``packed_weight.quantize`` itself
-is the slow twin, and the bytes are the same.
+is the slow twin, and the bytes are the same, but for the sign of the zeros behind the last output.
 
 A thread takes a block of outputs and goes through its groups. Each output's codes become words of
 eight inputs, which are written to where the record has them.
