@@ -273,6 +273,18 @@ def test_weights_that_are_no_numbers_are_noticed() -> None:
     assert not rounds.fits(torch.randn(4, 4).T)
 
 
+@pytest.mark.parametrize("which", [SETS[0], SETS[1]], ids=name_of)
+def test_weights_that_are_too_large_for_a_scale_are_noticed(which: Which) -> None:
+    """Their codes times infinity were no numbers."""
+    weight = torch.randn(70, 40)
+    weight[69, 39] = 1e12
+    for rounds in (linears("native").quantizer(which.form), lambda x: quantize(x, which.form)):
+        with pytest.raises(ValueError, match=r"too large for a scale in torch\.float16"):
+            rounds(weight)
+        with pytest.raises(ValueError, match="too large for a scale"):
+            rounds(-weight)
+
+
 def test_inputs_of_zeros_and_of_hardly_more() -> None:
     which = SETS[0]
     _, weights = some(17, which, 1, 64, 64)

@@ -121,6 +121,22 @@ def test_a_model_in_memory_rounds_as_it_was_loaded() -> None:
         LLM(loaded, dynamic_quantization=False)
 
 
+def test_a_model_that_is_cast_computes_in_its_new_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kind that has biases, which follow the cast."""
+    monkeypatch.setattr("quire.models.quantized.BLOCK", 8)  # tiny layers, too
+    model, ids = tiny_model("qwen2"), [*range(3, 43)]
+    quantize_layers(model, weight_form("int8-g32"), "here")
+    layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    found = []
+    for cast in (model.float, model.bfloat16):
+        with LLM(cast(), kv_cache_memory_bytes="4MiB") as llm:
+            (completion,) = llm.generate([ids], replace(GREEDY, max_tokens=4))
+        found.append(completion.token_ids)
+        assert {layer.dtype for layer in layers} == {model.dtype}
+    assert found[0] == found[1]
+    assert model.dtype == torch.bfloat16
+
+
 def test_weights_that_are_no_numbers_are_named() -> None:
     loaded = load()
     loaded.model.model.layers[3].mlp.up_proj.weight.data[5, 7] = torch.nan

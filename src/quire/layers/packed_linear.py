@@ -17,16 +17,22 @@ class PackedLinear(nn.Module):
     """x [..., K] to x · Wᵀ + bias, [..., N] in x's dtype. Products are added up in float32."""
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """``dtype``: of the inputs that kernels are made for."""
+        """``dtype``: of the inputs that kernels are made for, until the module is cast."""
         super().__init__()
         self.in_features, self.out_features = weight.num_inputs, weight.num_outputs
-        self.dtype = dtype
         self.rounds_inputs = False  # to 8 bits, as the kernels do that are asked for it
         self.bits, self.group_size = weight.form.bits, weight.form.group_size
         self.has_zeros, self.scale_dtype = weight.form.has_zeros, weight.form.scale_dtype
         self.packed: Tensor
         self.register_buffer("packed", weight.data)
+        self.like: Tensor  # nothing but a dtype, which follows a cast as that of a bias does
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the inputs that kernels are made for."""
+        return self.like.dtype
 
     @property
     def packed_weight(self) -> PackedWeight:

@@ -176,7 +176,7 @@ def pack(
 def quantize(weight: Tensor, form: PackedForm, out: Tensor | None = None) -> PackedWeight:
     """Round weights [N, K] to the nearest codes of each group. ``out`` is as for ``pack``.
 
-    Raises: ValueError for weights that are no numbers.
+    Raises: ValueError for weights that are no numbers, or too large for a scale.
     """
     num_outputs, num_inputs = weight.shape
     size, least = form.group_size, form.least
@@ -196,6 +196,8 @@ def quantize(weight: Tensor, form: PackedForm, out: Tensor | None = None) -> Pac
         farthest = torch.where(high > -low, high, low)
         scales = (farthest / least).to(form.scale_dtype)
         by = _inverse(scales)
+    if not bool(scales.isfinite().all()):
+        raise ValueError(f"there are weights that are too large for a scale in {form.scale_dtype}")
     codes = groups * by.unsqueeze(-1)
     if zeros is not None:
         codes += zeros.unsqueeze(-1)

@@ -58,7 +58,7 @@ class Quantizer:
     def __call__(self, weight: Tensor, out: Tensor | None = None) -> PackedWeight:
         """Pack weights [N, K]. ``out`` is where the data is to lie, u8[bytes].
 
-        Raises: ValueError for weights that are no numbers.
+        Raises: ValueError as ``packed_weight.quantize``.
         """
         form = self._form
         if not self.fits(weight):
@@ -84,7 +84,7 @@ class Quantizer:
         call = struct.pack("q", frame.data_ptr())
         self._threads.run(work, call, num_threads)
         if int(frame[_FRAME.index("num_bad")]):
-            raise ValueError("there are weights that are no finite numbers")
+            return quantize(weight, form, out)  # which says what is wrong
         return PackedWeight(out.view(blocks, groups, record_bytes), num_outputs, num_inputs, form)
 
 
@@ -150,7 +150,6 @@ def _write_output(
     least, most = code.floats(float(form.least)), code.floats(float(-form.least - 1))
     counts = [min(LANES, form.group_size - n * LANES) for n in range(len(values))]
     bad = b.icmp_unsigned(">=", code.largest_magnitude(values), ir.Constant(I32, _NOT_FINITE))
-    code.when(bad, lambda: _count(code, num_bad))
     low = high = values[0]
     for value in values[1:]:
         low, high = code.min(low, value), code.max(high, value)
@@ -163,6 +162,11 @@ def _write_output(
         farther = b.fcmp_ordered(">", high, b.fsub(code.floats(-0.0), low))
         scale = b.fdiv(b.select(farther, high, low), least)
     scale = rounded(code, scale, shape.scale_kind)
+    own = b.bitcast(b.extract_element(scale, ir.Constant(I32, 0)), I32)
+    too_large = b.icmp_unsigned(
+        ">=", b.and_(own, ir.Constant(I32, 0x7FFFFFFF)), ir.Constant(I32, _NOT_FINITE)
+    )
+    code.when(b.or_(bad, too_large), lambda: _count(code, num_bad))
     none = b.fcmp_ordered("==", scale, zero)
     by = b.select(none, zero, b.fdiv(code.floats(1.0), scale))
     middle = None
