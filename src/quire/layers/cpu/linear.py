@@ -5,8 +5,9 @@ faster (many rows), or where there is no kernel for what is given, a call is tor
 
 The kernels add up every sum in the same order, however many rows there are; torch does not. A
 product that is to be ``batch_invariant`` takes many rows piece by piece instead, and is never
-torch's; so does one for which torch is not faster: of pairs of bfloat16, and in 16 bits that the
-CPU does not know. Pairs have two orders, one for few rows, unless they are to have one.
+torch's; so does one for which torch is not faster: of pairs of bfloat16, in 16 bits that the CPU
+does not know, and of floats on some CPUs. Where many rows are the lanes there are two orders, one
+for few rows, unless there is to be one.
 """
 
 import struct

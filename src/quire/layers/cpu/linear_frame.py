@@ -33,7 +33,7 @@ KEPT_BYTES = OUTPUTS * KEPT_STEPS * LINE_BYTES
 KEPT_ROWS = 12  # at least, for which it is worth it
 # Outputs whose sums are in registers, by how many panels of sixteen rows share their weights.
 PANEL_OUTPUTS: Mapping[int, int] = MappingProxyType({1: 16, 2: 8, 3: 8})
-_PANEL_ROWS = 6  # at least, for which they are worth it
+_PANEL_ROWS: Mapping[str, int] = MappingProxyType({"bf16": 6, "f32": 12})  # worth it, at least
 PARTS_BYTES = OUTPUTS * LINE_BYTES  # of a row's sums, while steps are left
 _ITEM_BYTES = 2**16  # of weights, at most: threads end at about the same time
 _ITEMS_A_THREAD = 4  # at least, if there are so many blocks
@@ -64,12 +64,13 @@ class ProductShape:
     def panel_rows(self, isa: Isa) -> int | None:
         """Return from how many rows on they are the lanes; None: never, or tiles multiply.
 
-        Measured on Zen 5: one thread takes as long for one row so as for sixteen, and by vectors
-        less for fewer than six.
+        Measured on Zen 5: it takes as long for one row so as for sixteen, and by vectors less for
+        fewer than six of pairs, or twelve of floats.
         """
-        if self.tiles or not self.pairs(isa):
+        by_panels = self.pairs(isa) or (self.kind == "f32" and isa.float_panels)
+        if self.tiles or not by_panels:
             return None
-        return 1 if self.one_order else _PANEL_ROWS
+        return 1 if self.one_order else _PANEL_ROWS[self.kind]
 
     def step(self, isa: Isa) -> int:
         """Count the inputs that are multiplied at once, by one instruction a row."""
@@ -79,12 +80,12 @@ class ProductShape:
         """Return the most rows that are faster here than by torch, which packs weights first.
 
         Measured on two cores with AMX, torch held back to what an older CPU has, and on two of
-        Zen 5. Where a CPU does not know bfloat16 or float16, torch is a few times slower from two
-        rows on.
+        Zen 5, where torch is not faster with any number of rows of pairs or of floats. Where a CPU
+        does not know bfloat16 or float16, torch is a few times slower from two rows on.
         """
         if self.tiles:
             return 128
-        if self.pairs(isa):
+        if self.panel_rows(isa) is not None:
             return sys.maxsize
         wide = isa.registers >= 32
         known = {
