@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.compile import KINDS, Kernels, usable_isa, with_dense_rows
+from quire.kernels.compile import KINDS, Kernels, source_hash, usable_isa, with_dense_rows
 from quire.kernels.language import LANES, Isa
 from quire.kernels.threads import Scratch, Threads
 from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
@@ -33,6 +33,8 @@ from quire.layers.cpu.packed_weight import PackedForm, PackedWeight
 from quire.layers.cpu.quantize import Quantizer
 from quire.units import align_up, ceil_div
 
+_FOLDER = Path(__file__).parent
+source_hash(_FOLDER)  # of what is imported here, not of what may lie there later
 _WORTH_THREADS = 2**17  # bytes of weights
 _SOURCES = ("f32", "f16", "bf16")
 _COMPILED = (torch.bfloat16, torch.float16)  # by oneDNN, for each number of rows
@@ -51,7 +53,7 @@ class CpuLinear:
         most_rows: int | None = None,  # with more of them torch multiplies; None: as measured
         batch_invariant: bool = False,  # torch never multiplies, and ``most_rows`` go at a time
     ) -> None:
-        self.kernels = Kernels(usable_isa(isa), kernel_dir, sources=Path(__file__).parent)
+        self.kernels = Kernels(usable_isa(isa), kernel_dir, sources=_FOLDER)
         self.threads = Threads()
         self.scratch = Scratch()
         self.most_rows = most_rows

@@ -31,8 +31,15 @@ OUTPUTS = 4  # of a block, that share a load of inputs where there are no tiles
 KEPT_STEPS = 64  # of their weights, that are floats for many rows
 KEPT_BYTES = OUTPUTS * KEPT_STEPS * LINE_BYTES
 KEPT_ROWS = 12  # at least, for which it is worth it
-# Outputs whose sums are in registers, by how many panels of sixteen rows share their weights.
-PANEL_OUTPUTS: Mapping[int, int] = MappingProxyType({1: 16, 2: 8, 3: 8})
+MOST_PANELS = 3  # of sixteen rows, that share a load of weights
+# Outputs of a block whose sums are in registers at a time. A sum waits for the one before it: eight
+# hide that for floats, and of pairs it takes more, which a single panel needs more outputs for.
+PANEL_OUTPUTS = (8, 8, 8, 8)
+ONE_PANEL_OUTPUTS = (16, 16)
+# Rows of weights that are multiples of so many bytes apart fall on the same lines of the nearest
+# cache, which are twelve on Zen 5: more rows drive each other out.
+ALIAS_BYTES = 4096
+ALIASED_OUTPUTS = (11, 11, 10)
 _PANEL_ROWS: Mapping[str, int] = MappingProxyType({"bf16": 6, "f32": 12})  # worth it, at least
 PARTS_BYTES = OUTPUTS * LINE_BYTES  # of a row's sums, while steps are left
 _ITEM_BYTES = 2**16  # of weights, at most: threads end at about the same time

@@ -6,6 +6,7 @@ time, whichever thread multiplies them.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 
 from llvmlite import ir
 from llvmlite.ir import Value
@@ -29,6 +30,8 @@ from quire.kernels.number_formats import load_as, narrow, rounded, store_as
 from quire.layers.cpu import linear_kernel as tiles
 from quire.layers.cpu.activation import activate
 from quire.layers.cpu.linear_frame import (
+    ALIAS_BYTES,
+    ALIASED_OUTPUTS,
     BLOCK,
     FRAME,
     ITEM,
@@ -36,6 +39,8 @@ from quire.layers.cpu.linear_frame import (
     KEPT_ROWS,
     KEPT_STEPS,
     MATRIX,
+    MOST_PANELS,
+    ONE_PANEL_OUTPUTS,
     OUTPUTS,
     PANEL_BYTES,
     PANEL_OUTPUTS,
@@ -705,42 +710,51 @@ _WORDS = 4  # of each output, between two looks at the loop's end
 
 def write_panels(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
     """Add "pack_panels" and "multiply_panels" to a module."""
-    size = shape.element_bytes
+    size, pairs = shape.element_bytes, shape.pairs(isa)
     _pack_for_tiles(Code(module, "pack_panels", 6, isa), 1, size)
-    for panels in PANEL_OUTPUTS:
-        for first in (True, False):
-            code = Code(module, _panels_name(panels, first), 8, isa)
-            _rows_of_panels(code, panels, first, pairs=shape.pairs(isa))
-    _multiply_panels(Code(module, "multiply_panels", 8, isa), size)
+    forms = set(product(range(1, MOST_PANELS + 1), PANEL_OUTPUTS))
+    if pairs:
+        forms |= {(1, outputs) for outputs in (*ONE_PANEL_OUTPUTS, *ALIASED_OUTPUTS)}
+    for (panels, outputs), first in product(sorted(forms), (True, False)):
+        code = Code(module, _panels_name(panels, outputs, first), 8, isa)
+        _rows_of_panels(code, panels, outputs, first, pairs=pairs)
+    _multiply_panels(Code(module, "multiply_panels", 8, isa), size, pairs=pairs)
 
 
-def _panels_name(panels: int, first: bool) -> str:
-    return f"panels_{panels}" + "_first" * first
+def _panels_name(panels: int, outputs: int, first: bool) -> str:
+    return f"panels_{panels}_{outputs}" + "_first" * first
 
 
-def _multiply_panels(code: Code, size: int) -> None:
+def _multiply_panels(code: Code, size: int, *, pairs: bool) -> None:
     """(weights, their row bytes, inputs, x, rows, c, next, room): as "multiply" of tiles."""
     weights, row_bytes, num_inputs, x, num_rows, sums, ahead, room = code.params
     step_inputs = LINE_BYTES // size
     panels = (num_rows + (LANES - 1)) // LANES
     whole, rest = num_inputs // step_inputs, num_inputs % step_inputs
     panel_bytes = (num_inputs + (step_inputs - 1)) // step_inputs * _TILE_BYTES
-    most = max(PANEL_OUTPUTS)
 
     def run(panel: Int, number: int, first: bool) -> None:
-        outputs = PANEL_OUTPUTS[number]
+        if number > 1 or not pairs:
+            run_parts(panel, number, PANEL_OUTPUTS, first)
+            return
+        code.either(
+            (row_bytes % ALIAS_BYTES).equals(0),
+            lambda: run_parts(panel, number, ALIASED_OUTPUTS, first),
+            lambda: run_parts(panel, number, ONE_PANEL_OUTPUTS, first),
+        )
 
-        def some_outputs(o: Int) -> None:
-            following = weights + (o + outputs) * row_bytes
+    def run_parts(panel: Int, number: int, parts: tuple[int, ...], first: bool) -> None:
+        o = 0
+        for outputs in parts:
+            after = o + outputs
             code.run(
-                _panels_name(number, first), weights + o * row_bytes, row_bytes, whole,
+                _panels_name(number, outputs, first), weights + row_bytes * o, row_bytes, whole,
                 x + panel * panel_bytes, panel_bytes,
                 sums + panel * PANEL_BYTES + o * LINE_BYTES,
-                code.choose(o + outputs < BLOCK, following, ahead),
+                weights + row_bytes * after if after < BLOCK else ahead,
                 code.choose(rest >= 1, room + o * LINE_BYTES, code.whole(0)),
             )  # fmt: skip
-
-        code.each(BLOCK, some_outputs, step=outputs)
+            o = after
 
     def some_panels(panel: Int) -> None:
         def run_some(number: int, first: bool) -> None:
@@ -753,17 +767,20 @@ def _multiply_panels(code: Code, size: int) -> None:
                 lambda: run_some(number - 1, first),
             )
 
-        code.either(panel.equals(0), lambda: run_some(most, True), lambda: run_some(most, False))
+        code.either(
+            panel.equals(0),
+            lambda: run_some(MOST_PANELS, True),
+            lambda: run_some(MOST_PANELS, False),
+        )
 
     code.when(rest >= 1, lambda: _copy_last(code, weights, row_bytes, num_inputs, room, size))
-    code.each(panels, some_panels, step=most)
+    code.each(panels, some_panels, step=MOST_PANELS)
     code.end()
 
 
-def _rows_of_panels(code: Code, panels: int, first: bool, *, pairs: bool) -> None:
+def _rows_of_panels(code: Code, panels: int, outputs: int, first: bool, *, pairs: bool) -> None:
     """(weights, row bytes, whole steps, x, a panel's bytes, c, next, last weights or nothing)."""
     weights, row_bytes, steps, x, panel_bytes, sums, ahead, last = code.params
-    outputs = PANEL_OUTPUTS[panels]
     words = steps * LANES
     one, many = (I32, INTS) if pairs else (F32, FLOATS)
 
