@@ -40,7 +40,7 @@ ONE_PANEL_OUTPUTS = (16, 16)
 # cache, which are twelve on Zen 5: more rows drive each other out.
 ALIAS_BYTES = 4096
 ALIASED_OUTPUTS = (11, 11, 10)
-_PANEL_ROWS: Mapping[str, int] = MappingProxyType({"bf16": 6, "f32": 12})  # worth it, at least
+_PANEL_ROWS = 6  # at least, for which they are worth it
 PARTS_BYTES = OUTPUTS * LINE_BYTES  # of a row's sums, while steps are left
 _ITEM_BYTES = 2**16  # of weights, at most: threads end at about the same time
 _ITEMS_A_THREAD = 4  # at least, if there are so many blocks
@@ -72,12 +72,12 @@ class ProductShape:
         """Return from how many rows on they are the lanes; None: never, or tiles multiply.
 
         Measured on Zen 5: it takes as long for one row so as for sixteen, and by vectors less for
-        fewer than six of pairs, or twelve of floats.
+        fewer than six.
         """
         by_panels = self.pairs(isa) or (self.kind == "f32" and isa.float_panels)
         if self.tiles or not by_panels:
             return None
-        return 1 if self.one_order else _PANEL_ROWS[self.kind]
+        return 1 if self.one_order else _PANEL_ROWS
 
     def step(self, isa: Isa) -> int:
         """Count the inputs that are multiplied at once, by one instruction a row."""
