@@ -4,9 +4,8 @@ Everything here is a 64-bit integer for them: an address, a count, or a stride i
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
