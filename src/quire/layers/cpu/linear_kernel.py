@@ -712,9 +712,8 @@ def write_panels(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
     """Add "pack_panels" and "multiply_panels" to a module."""
     size, pairs = shape.element_bytes, shape.pairs(isa)
     _pack_for_tiles(Code(module, "pack_panels", 6, isa), 1, size)
-    forms = set(product(range(1, MOST_PANELS + 1), PANEL_OUTPUTS))
-    if pairs:
-        forms |= {(1, outputs) for outputs in (*ONE_PANEL_OUTPUTS, *ALIASED_OUTPUTS)}
+    alone = (*ONE_PANEL_OUTPUTS, *ALIASED_OUTPUTS) if pairs else PANEL_OUTPUTS
+    forms = {*product((1,), alone), *product(range(2, MOST_PANELS + 1), PANEL_OUTPUTS)}
     for (panels, outputs), first in product(sorted(forms), (True, False)):
         code = Code(module, _panels_name(panels, outputs, first), 8, isa)
         _rows_of_panels(code, panels, outputs, first, pairs=pairs)
