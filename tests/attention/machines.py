@@ -20,7 +20,7 @@ from quire.kernels.compile import isa, native_isa, usable_isa
 from quire.kernels.language import Isa
 
 # "native" is what this machine does best, "pairs" multiplies bfloat16; the others are older x86, as
-# (LLVM's name, features).
+# (LLVM's name, features). For linear layers there is "panels" besides, which multiplies floats so.
 _OLDER: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "avx512": (
@@ -48,6 +48,9 @@ def find_isa(name: str) -> Isa | str:
     if name == "pairs":  # as on Zen 4, whether or not that is what this CPU does best
         able = native.bf16_convert
         return replace(native, amx=False, bf16_dot=True) if able else "this CPU lacks avx512bf16"
+    if name == "panels":  # as on Zen 5
+        able = native.registers >= 32
+        return replace(native, amx=False, float_panels=True) if able else "this CPU lacks avx512bw"
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"{name} is of x86, and this is {platform.machine()}"
     cpu, features = _OLDER[name]

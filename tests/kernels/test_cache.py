@@ -53,7 +53,7 @@ def test_another_kernel_machine_or_source_has_another_file(
     seen: list[set[str]] = []
     for change in ("none", "name", "isa", "source"):
         if change == "source":
-            monkeypatch.setattr(machine, "_source_hash", lambda folder: "of other sources")
+            monkeypatch.setattr(machine, "source_hash", lambda folder: "of other sources")
         load(
             tmp_path,
             "another" if change == "name" else "answer",
@@ -73,13 +73,27 @@ def test_a_change_of_any_source_is_another_source(
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "worker.py").write_text("a kernel", encoding="utf-8")
-    before = machine._source_hash.__wrapped__(theirs)
+    before = machine.source_hash.__wrapped__(theirs)
     for path in sorted(tmp_path.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         path.write_text(text + "\n", encoding="utf-8")
-        assert machine._source_hash.__wrapped__(theirs) != before, path.name
+        assert machine.source_hash.__wrapped__(theirs) != before, path.name
         path.write_text(text, encoding="utf-8")
-    assert machine._source_hash.__wrapped__(theirs) == before
+    assert machine.source_hash.__wrapped__(theirs) == before
+
+
+@pytest.mark.parametrize("module", ["quire.attention.cpu.backend", "quire.layers.cpu.linear"])
+def test_sources_are_hashed_when_they_are_imported(module: str) -> None:
+    """Else code of this release is kept as the next one's, installed while this one runs."""
+    code = f"""
+import importlib, quire.kernels.compile as machine
+from pathlib import Path
+folder = Path(importlib.import_module("{module}").__file__).parent
+before = machine.source_hash.cache_info().misses
+machine.source_hash(folder)
+assert machine.source_hash.cache_info().misses == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.fixture

@@ -23,11 +23,13 @@ ACTIVATIONS = MappingProxyType(
         "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     }
 )
-# What an instruction set changes: tiles, pairs, the registers, float16. Each is a compilation.
+# What an instruction set changes: tiles, pairs, panels of floats, the registers, float16. Each is a
+# compilation.
 SETS = (
     ("native", torch.bfloat16, "silu"),
     ("native", torch.float16, "gelu"),
-    ("native", torch.float32, "gelu_tanh"),
+    ("panels", torch.float32, "gelu_tanh"),
+    ("avx512", torch.float32, "gelu_tanh"),
     ("pairs", torch.bfloat16, "gelu_tanh"),
     ("avx2", torch.bfloat16, "gelu"),
     ("avx2", torch.float16, "silu"),

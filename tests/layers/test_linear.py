@@ -22,7 +22,7 @@ from layers.products import (
     whole,
 )
 from quire.kernels.language import LANES
-from quire.layers.cpu.linear_frame import KEPT_ROWS, KEPT_STEPS
+from quire.layers.cpu.linear_frame import ALIAS_BYTES, KEPT_ROWS, KEPT_STEPS
 
 every_set = pytest.mark.parametrize("which", SETS, ids=name_of)
 Use = Callable[[int], None]
@@ -79,6 +79,17 @@ def test_whole_numbers_are_exact(
     assert len(outs) == len(weights)
     for out, weight, bias in zip(outs, weights, biases, strict=True):
         torch.testing.assert_close(out, twin(x, weight, bias).to(dtype), rtol=0, atol=0)
+
+
+@every_set
+def test_rows_of_weights_that_fall_on_the_same_lines_of_a_cache(which: Which) -> None:
+    isa, dtype, _ = which
+    x, weight = make(4, dtype, (MOST_ROWS, 70), (75, 70))
+    apart = strided(weight, ALIAS_BYTES // dtype.itemsize - 70)
+    product = linears(isa).bind([apart])
+    for rows in (1, 6, LANES, 3 * LANES + 1, MOST_ROWS):
+        (out,) = product(x[:rows])
+        assert torch.equal(out, twin(x[:rows], weight, None).to(dtype))
 
 
 @every_set

@@ -127,6 +127,7 @@ def test_many_rows_or_none_are_torch_s(weight: Tensor, calls: list[Tensor]) -> N
         ("f16", False, {"features": "+avx512f,+avx512fp16"}, 16),
         ("f16", False, {"features": "+avx2,-avx512fp16"}, sys.maxsize),
         ("f32", False, {"registers": 32}, 16),
+        ("f32", False, {"registers": 32, "float_panels": True}, sys.maxsize),
         ("f32", False, {"registers": 8}, 8),
     ],
 )

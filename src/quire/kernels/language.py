@@ -31,6 +31,7 @@ class Isa:
     bf16_convert: bool  # rounds float32 to bfloat16
     bf16_dot: bool  # multiplies pairs of bfloat16 in less time than it takes to make them float32
     byte_dot: bool  # multiplies bytes and adds up four products in a lane
+    float_panels: bool  # multiplies many rows of floats by panels in less time than torch
     amx: bool  # multiplies tiles of 16 x 32 bfloat16
 
     def without_amx(self) -> "Isa":

@@ -34,13 +34,16 @@ from quire.attention.cpu.call_frame import (
 from quire.attention.cpu.thread_loop import write_worker
 from quire.attention.cpu.write_kernel import STEP_WORDS, KernelWriter, token_bytes, view_words
 from quire.attention.gather import query_sharing
-from quire.kernels.compile import KINDS, Kernels, usable_isa, with_dense_rows, words
+from quire.kernels.compile import KINDS, Kernels, source_hash, usable_isa, with_dense_rows, words
 from quire.kernels.language import LANES, LOG2_E, Isa
 from quire.kernels.number_formats import kind_factor
 from quire.kernels.threads import KernelCall, Scratch, Threads
 from quire.kv import LayerView
 from quire.spec import AttentionSpec, LatentAttention
 from quire.units import align_up, ceil_div
+
+_FOLDER = Path(__file__).parent
+source_hash(_FOLDER)  # of what is imported here, not of what may lie there later
 
 # -- items for threads -----------------------------------------------------------------------------
 
@@ -410,7 +413,7 @@ class CpuAttention(AttentionBackend):
         *,
         batch_invariant: bool = False,
     ) -> None:
-        self._kernels = Kernels(usable_isa(isa), cache_dir, sources=Path(__file__).parent)
+        self._kernels = Kernels(usable_isa(isa), cache_dir, sources=_FOLDER)
         self._threads = Threads()
         self._scratch = Scratch()
         self._shapes: dict[AttendShape, tuple[int, Layout]] = {}

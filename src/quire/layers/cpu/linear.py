@@ -5,8 +5,9 @@ faster (many rows), or where there is no kernel for what is given, a call is tor
 
 The kernels add up every sum in the same order, however many rows there are; torch does not. A
 product that is to be ``batch_invariant`` takes many rows piece by piece instead, and is never
-torch's; so does one for which torch is not faster: of pairs of bfloat16, and in 16 bits that the
-CPU does not know. Pairs have two orders, one for few rows, unless they are to have one.
+torch's; so does one for which torch is not faster: of pairs of bfloat16, in 16 bits that the CPU
+does not know, and of floats on some CPUs. Where many rows are the lanes there are two orders, one
+for few rows, unless there is to be one.
 """
 
 import struct
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.compile import KINDS, Kernels, usable_isa, with_dense_rows
+from quire.kernels.compile import KINDS, Kernels, source_hash, usable_isa, with_dense_rows
 from quire.kernels.language import LANES, Isa
 from quire.kernels.threads import Scratch, Threads
 from quire.layers.cpu.activation import ACTIVATIONS, torch_activation
@@ -32,6 +33,8 @@ from quire.layers.cpu.packed_weight import PackedForm, PackedWeight
 from quire.layers.cpu.quantize import Quantizer
 from quire.units import align_up, ceil_div
 
+_FOLDER = Path(__file__).parent
+source_hash(_FOLDER)  # of what is imported here, not of what may lie there later
 _WORTH_THREADS = 2**17  # bytes of weights
 _SOURCES = ("f32", "f16", "bf16")
 _COMPILED = (torch.bfloat16, torch.float16)  # by oneDNN, for each number of rows
@@ -50,7 +53,7 @@ class CpuLinear:
         most_rows: int | None = None,  # with more of them torch multiplies; None: as measured
         batch_invariant: bool = False,  # torch never multiplies, and ``most_rows`` go at a time
     ) -> None:
-        self.kernels = Kernels(usable_isa(isa), kernel_dir, sources=Path(__file__).parent)
+        self.kernels = Kernels(usable_isa(isa), kernel_dir, sources=_FOLDER)
         self.threads = Threads()
         self.scratch = Scratch()
         self.most_rows = most_rows

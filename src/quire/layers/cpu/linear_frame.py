@@ -4,9 +4,8 @@ Everything here is a 64-bit integer for them: an address, a count, or a stride i
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +30,15 @@ OUTPUTS = 4  # of a block, that share a load of inputs where there are no tiles
 KEPT_STEPS = 64  # of their weights, that are floats for many rows
 KEPT_BYTES = OUTPUTS * KEPT_STEPS * LINE_BYTES
 KEPT_ROWS = 12  # at least, for which it is worth it
-# Outputs whose sums are in registers, by how many panels of sixteen rows share their weights.
-PANEL_OUTPUTS: Mapping[int, int] = MappingProxyType({1: 16, 2: 8, 3: 8})
+MOST_PANELS = 3  # of sixteen rows, that share a load of weights
+# Outputs of a block whose sums are in registers at a time. A sum waits for the one before it: eight
+# hide that for floats, and of pairs it takes more, which a single panel needs more outputs for.
+PANEL_OUTPUTS = (8, 8, 8, 8)
+ONE_PANEL_OUTPUTS = (16, 16)
+# Rows of weights that are multiples of so many bytes apart fall on the same lines of the nearest
+# cache, which are twelve on Zen 5: more rows drive each other out.
+ALIAS_BYTES = 4096
+ALIASED_OUTPUTS = (11, 11, 10)
 _PANEL_ROWS = 6  # at least, for which they are worth it
 PARTS_BYTES = OUTPUTS * LINE_BYTES  # of a row's sums, while steps are left
 _ITEM_BYTES = 2**16  # of weights, at most: threads end at about the same time
@@ -64,10 +70,11 @@ class ProductShape:
     def panel_rows(self, isa: Isa) -> int | None:
         """Return from how many rows on they are the lanes; None: never, or tiles multiply.
 
-        Measured on Zen 5: one thread takes as long for one row so as for sixteen, and by vectors
-        less for fewer than six.
+        Measured on Zen 5: it takes as long for one row so as for sixteen, and by vectors less for
+        fewer than six.
         """
-        if self.tiles or not self.pairs(isa):
+        by_panels = self.pairs(isa) or (self.kind == "f32" and isa.float_panels)
+        if self.tiles or not by_panels:
             return None
         return 1 if self.one_order else _PANEL_ROWS
 
@@ -79,12 +86,12 @@ class ProductShape:
         """Return the most rows that are faster here than by torch, which packs weights first.
 
         Measured on two cores with AMX, torch held back to what an older CPU has, and on two of
-        Zen 5. Where a CPU does not know bfloat16 or float16, torch is a few times slower from two
-        rows on.
+        Zen 5, where torch is not faster with any number of rows of pairs or of floats. Where a CPU
+        does not know bfloat16 or float16, torch is a few times slower from two rows on.
         """
         if self.tiles:
             return 128
-        if self.pairs(isa):
+        if self.panel_rows(isa) is not None:
             return sys.maxsize
         wide = isa.registers >= 32
         known = {

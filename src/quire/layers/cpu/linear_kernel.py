@@ -6,12 +6,14 @@ time, whichever thread multiplies them.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 
 from llvmlite import ir
 from llvmlite.ir import Value
 
 from quire.kernels import amx
 from quire.kernels.language import (
+    F32,
     FLOATS,
     I8,
     I16,
@@ -28,6 +30,8 @@ from quire.kernels.number_formats import load_as, narrow, rounded, store_as
 from quire.layers.cpu import linear_kernel as tiles
 from quire.layers.cpu.activation import activate
 from quire.layers.cpu.linear_frame import (
+    ALIAS_BYTES,
+    ALIASED_OUTPUTS,
     BLOCK,
     FRAME,
     ITEM,
@@ -35,6 +39,8 @@ from quire.layers.cpu.linear_frame import (
     KEPT_ROWS,
     KEPT_STEPS,
     MATRIX,
+    MOST_PANELS,
+    ONE_PANEL_OUTPUTS,
     OUTPUTS,
     PANEL_BYTES,
     PANEL_OUTPUTS,
@@ -395,7 +401,7 @@ def write_worker(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
     else:
         write_vectors(module, shape, isa)
     if shape.panel_rows(isa) is not None:
-        write_panels(module, isa)
+        write_panels(module, shape, isa)
     write_turn(Code(module, "turn", 1, isa))
     write_finish(Code(module, "finish", 7, isa), shape)
     _Worker(Code(module, "work", 1, isa), shape).write()
@@ -555,7 +561,7 @@ def write_tiles(module: ir.Module, isa: Isa) -> None:
     """Add "pack", "multiply", "shape_tiles" and "release_tiles" to a module."""
     amx.write_shape(Code(module, "shape_tiles", 0, isa))
     amx.write_release(Code(module, "release_tiles", 0, isa))
-    _pack_for_tiles(Code(module, "pack", 6, isa), _AT_ONCE)
+    _pack_for_tiles(Code(module, "pack", 6, isa), _AT_ONCE, 2)
     for panels in range(1, _AT_ONCE + 1):
         for first in (True, False):
             _some_panels(Code(module, _tiles_name(panels, first), 7, isa), panels, first)
@@ -566,15 +572,17 @@ def _tiles_name(panels: int, first: bool) -> str:
     return f"multiply_{panels}" + "_first" * first
 
 
-def _pack_for_tiles(code: Code, at_once: int) -> None:
+def _pack_for_tiles(code: Code, at_once: int, size: int) -> None:
     """(x, its row bytes, rows, inputs, target, room): tiles [panels / n][steps][n][16][16] words.
 
-    n panels are multiplied ``at_once``. Rows behind the last one repeat it.
+    n panels are multiplied ``at_once``. Rows behind the last one repeat it. Inputs have ``size``
+    bytes each.
     """
     x, row_bytes, num_rows, num_inputs, target, room = code.params
-    whole = num_inputs // STEP * LINE_BYTES
-    rest = num_inputs % STEP
-    steps = (num_inputs + (STEP - 1)) // STEP
+    step_inputs = LINE_BYTES // size
+    whole = num_inputs // step_inputs * LINE_BYTES
+    rest = num_inputs % step_inputs
+    steps = (num_inputs + (step_inputs - 1)) // step_inputs
     panels = (num_rows + (LANES - 1)) // LANES
 
     def panel(first: Int) -> None:
@@ -595,7 +603,7 @@ def _pack_for_tiles(code: Code, at_once: int) -> None:
         def last() -> None:
             lines = [room + n * LINE_BYTES for n in range(LANES)]
             for row, line in zip(rows, lines, strict=True):
-                copy_rest(code, 2, row + whole, rest, line)
+                copy_rest(code, size, row + whole, rest, line)
             tile(lines, here + whole * LANES * together)
 
         code.each(whole, step, step=LINE_BYTES)
@@ -632,17 +640,20 @@ def _multiply_tiles(code: Code) -> None:
 
         code.either(panel.equals(0), lambda: run_some(True), lambda: run_some(False))
 
-    code.when(rest >= 1, lambda: _copy_last(code, weights, row_bytes, num_inputs, room))
+    code.when(rest >= 1, lambda: _copy_last(code, weights, row_bytes, num_inputs, room, 2))
     code.each(panels, some_panels, step=_AT_ONCE)
     code.end()
 
 
-def _copy_last(code: Code, weights: Int, row_bytes: Int, num_inputs: Int, room: Int) -> None:
+def _copy_last(
+    code: Code, weights: Int, row_bytes: Int, num_inputs: Int, room: Int, size: int
+) -> None:
     """Copy a block's weights of the last inputs, which fill no tile, a line each."""
-    whole, rest = num_inputs // STEP, num_inputs % STEP
+    step_inputs = LINE_BYTES // size
+    whole, rest = num_inputs // step_inputs, num_inputs % step_inputs
     for o in range(BLOCK):
         source = weights + row_bytes * o + whole * LINE_BYTES
-        copy_rest(code, 2, source, rest, room + o * LINE_BYTES)
+        copy_rest(code, size, source, rest, room + o * LINE_BYTES)
 
 
 def _some_panels(code: Code, panels: int, first: bool) -> None:
@@ -685,9 +696,10 @@ def _tile(number: int) -> ir.Constant:
 
 # -- by panels of rows -----------------------------------------------------------------------------
 
-# A block of outputs at a time by pairs: weights as they lie, inputs packed before, as for tiles.
+# A block of outputs at a time: weights as they lie, inputs packed before, as for tiles.
 #
-#     c[o][r] = Σ_w weight[o][w] · x[w][r]     words w are pairs of bfloat16; r: sixteen rows, lanes
+#     c[o][r] = Σ_w weight[o][w] · x[w][r]     words w are pairs of bfloat16, or floats;
+#                                              r: sixteen rows, which are the lanes
 #
 # No sum crosses a vector, and a word of weights is read once for up to three panels. One row takes
 # as long as sixteen, which is no longer than memory takes where all cores read. Every sum is added
@@ -696,41 +708,53 @@ def _tile(number: int) -> ir.Constant:
 _WORDS = 4  # of each output, between two looks at the loop's end
 
 
-def write_panels(module: ir.Module, isa: Isa) -> None:
+def write_panels(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
     """Add "pack_panels" and "multiply_panels" to a module."""
-    _pack_for_tiles(Code(module, "pack_panels", 6, isa), 1)
-    for panels in PANEL_OUTPUTS:
-        for first in (True, False):
-            _rows_of_panels(Code(module, _panels_name(panels, first), 8, isa), panels, first)
-    _multiply_panels(Code(module, "multiply_panels", 8, isa))
+    size, pairs = shape.element_bytes, shape.pairs(isa)
+    _pack_for_tiles(Code(module, "pack_panels", 6, isa), 1, size)
+    forms = set(product(range(1, MOST_PANELS + 1), PANEL_OUTPUTS))
+    if pairs:
+        forms |= {(1, outputs) for outputs in (*ONE_PANEL_OUTPUTS, *ALIASED_OUTPUTS)}
+    for (panels, outputs), first in product(sorted(forms), (True, False)):
+        code = Code(module, _panels_name(panels, outputs, first), 8, isa)
+        _rows_of_panels(code, panels, outputs, first, pairs=pairs)
+    _multiply_panels(Code(module, "multiply_panels", 8, isa), size, pairs=pairs)
 
 
-def _panels_name(panels: int, first: bool) -> str:
-    return f"panels_{panels}" + "_first" * first
+def _panels_name(panels: int, outputs: int, first: bool) -> str:
+    return f"panels_{panels}_{outputs}" + "_first" * first
 
 
-def _multiply_panels(code: Code) -> None:
+def _multiply_panels(code: Code, size: int, *, pairs: bool) -> None:
     """(weights, their row bytes, inputs, x, rows, c, next, room): as "multiply" of tiles."""
     weights, row_bytes, num_inputs, x, num_rows, sums, ahead, room = code.params
+    step_inputs = LINE_BYTES // size
     panels = (num_rows + (LANES - 1)) // LANES
-    whole, rest = num_inputs // STEP, num_inputs % STEP
-    panel_bytes = (num_inputs + (STEP - 1)) // STEP * _TILE_BYTES
-    most = max(PANEL_OUTPUTS)
+    whole, rest = num_inputs // step_inputs, num_inputs % step_inputs
+    panel_bytes = (num_inputs + (step_inputs - 1)) // step_inputs * _TILE_BYTES
 
     def run(panel: Int, number: int, first: bool) -> None:
-        outputs = PANEL_OUTPUTS[number]
+        if number > 1 or not pairs:
+            run_parts(panel, number, PANEL_OUTPUTS, first)
+            return
+        code.either(
+            (row_bytes % ALIAS_BYTES).equals(0),
+            lambda: run_parts(panel, number, ALIASED_OUTPUTS, first),
+            lambda: run_parts(panel, number, ONE_PANEL_OUTPUTS, first),
+        )
 
-        def some_outputs(o: Int) -> None:
-            following = weights + (o + outputs) * row_bytes
+    def run_parts(panel: Int, number: int, parts: tuple[int, ...], first: bool) -> None:
+        o = 0
+        for outputs in parts:
+            after = o + outputs
             code.run(
-                _panels_name(number, first), weights + o * row_bytes, row_bytes, whole,
+                _panels_name(number, outputs, first), weights + row_bytes * o, row_bytes, whole,
                 x + panel * panel_bytes, panel_bytes,
                 sums + panel * PANEL_BYTES + o * LINE_BYTES,
-                code.choose(o + outputs < BLOCK, following, ahead),
+                weights + row_bytes * after if after < BLOCK else ahead,
                 code.choose(rest >= 1, room + o * LINE_BYTES, code.whole(0)),
             )  # fmt: skip
-
-        code.each(BLOCK, some_outputs, step=outputs)
+            o = after
 
     def some_panels(panel: Int) -> None:
         def run_some(number: int, first: bool) -> None:
@@ -743,30 +767,37 @@ def _multiply_panels(code: Code) -> None:
                 lambda: run_some(number - 1, first),
             )
 
-        code.either(panel.equals(0), lambda: run_some(most, True), lambda: run_some(most, False))
+        code.either(
+            panel.equals(0),
+            lambda: run_some(MOST_PANELS, True),
+            lambda: run_some(MOST_PANELS, False),
+        )
 
-    code.when(rest >= 1, lambda: _copy_last(code, weights, row_bytes, num_inputs, room))
-    code.each(panels, some_panels, step=most)
+    code.when(rest >= 1, lambda: _copy_last(code, weights, row_bytes, num_inputs, room, size))
+    code.each(panels, some_panels, step=MOST_PANELS)
     code.end()
 
 
-def _rows_of_panels(code: Code, panels: int, first: bool) -> None:
+def _rows_of_panels(code: Code, panels: int, outputs: int, first: bool, *, pairs: bool) -> None:
     """(weights, row bytes, whole steps, x, a panel's bytes, c, next, last weights or nothing)."""
     weights, row_bytes, steps, x, panel_bytes, sums, ahead, last = code.params
-    outputs = PANEL_OUTPUTS[panels]
     words = steps * LANES
+    one, many = (I32, INTS) if pairs else (F32, FLOATS)
+
+    def multiply(total: Value, weight: Value, inputs: Value) -> Value:
+        return code.dot_pairs(total, weight, inputs) if pairs else code.fma(weight, inputs, total)
 
     def add(totals: list[Value], place: Int, stride: Int, given: Int) -> list[Value]:
         found = list(totals)
         for w in range(_WORDS):
             inputs = [
-                code.read(given + panel_bytes * p + w * LINE_BYTES, INTS) for p in range(panels)
+                code.read(given + panel_bytes * p + w * LINE_BYTES, many) for p in range(panels)
             ]
             for o in range(outputs):
-                weight = code.splat(code.read(place + stride * o + w * 4, I32))
+                weight = code.splat(code.read(place + stride * o + w * 4, one))
                 for p in range(panels):
                     at = o * panels + p
-                    found[at] = code.dot_pairs(found[at], weight, inputs[p])
+                    found[at] = multiply(found[at], weight, inputs[p])
         return found
 
     def some_words(word: Int, totals: list[Value]) -> list[Value]:
