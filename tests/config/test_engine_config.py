@@ -24,6 +24,8 @@ def test_defaults_work_and_there_are_few_options() -> None:
             {"cache": "magic"},
             "cache='magic' is no cache strategy; known: contiguous, growing, paged, virtual",
         ),
+        ({"batch_invariant": "no"}, "batch_invariant='no' must be true or false"),
+        ({"enable_prefix_caching": None}, "enable_prefix_caching=None must be true or false"),
         ({"device": "gpu"}, "device 'gpu' is unknown; known: auto, cpu, cuda, cuda:1"),
         ({"device": "cuda:"}, "device 'cuda:' is unknown"),
         ({"dtype": "int3"}, "dtype 'int3' is unknown"),

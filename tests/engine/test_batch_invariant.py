@@ -18,6 +18,7 @@ import torch
 from conformance.covering import only
 from engine.schedules import LONGEST_OUTPUT, Result, Schedule, prompts
 from quire import LLM, SamplingParams
+from quire.engine import build
 from quire.engine.outputs import TextDelta
 from quire.engine.sequence import Sequence
 from quire.engine.step_plan import TokenLogprobs
@@ -217,6 +218,13 @@ def test_a_model_that_mixes_rows_is_refused_in_words(name: str) -> None:
 def test_so_is_a_backend_that_adds_up_by_the_batch(backend: str) -> None:
     said = refused(loaded(FORMS[0]), attention_backend=backend)
     assert backend in said
+
+
+def test_ranks_are_refused_before_any_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their parts are loaded for minutes."""
+    monkeypatch.setattr(build, "load_parts", lambda *_, **__: pytest.fail("parts were loaded"))
+    said = refused(None, tensor_parallel_size=2)
+    assert "batch_invariant needs tensor_parallel_size=1, and it is 2" in said
 
 
 def test_gradual_changes_of_a_model_are_seen() -> None:

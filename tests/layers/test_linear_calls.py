@@ -1,6 +1,7 @@
 """What a bound product is to its callers: any input works, what has no kernel is said in words."""
 
 import sys
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -235,6 +236,21 @@ def test_pieces_of_many_rows_are_of_about_one_size(weight: Tensor) -> None:
         assert len(rows) == pieces
         assert sum(rows) == len(out) == num_rows
         assert max(rows) - min(rows) < pieces * LANES
+
+
+def test_shapes_of_many_rows_are_not_kept(weight: Tensor) -> None:
+    """Prompts have any number of tokens, each of which would be remembered by every layer."""
+    cpu = CpuLinear(kernel_dir=kernel_folder(), batch_invariant=True)
+    product, x = cpu.bind([weight] * 3), torch.zeros(300, 40).bfloat16()
+    product(x)
+    tracemalloc.start()
+    try:
+        for num_rows in range(200, 300):
+            product(x[:num_rows])
+        left, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert left < 20_000  # bytes; of each shape that is kept there are 524
 
 
 @pytest.mark.parametrize("widths", [(32,), (33, 100), (1024, 512, 512), (8192,)])

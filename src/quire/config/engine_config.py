@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from quire.config.environment import EnvironmentValue, number, read, said, switc
 from quire.config.kv_events import KVEventsConfig
 from quire.config.kv_transfer import KVTransferConfig
 from quire.config.option import ADVANCED, in_range, object_of, one_of, option
+from quire.config.option import switch as check_switch
 from quire.errors import ConfigError
 from quire.kv import DEFAULT_POLICY, EVICTION_POLICIES, STRATEGIES
 from quire.memory import PROVIDERS
@@ -379,6 +380,7 @@ class EngineConfig:
                 "kv_events_config: enable_kv_cache_events needs enable_prefix_caching: without it "
                 "no block is kept that could be announced"
             )
+        self._check_switches()
         in_range("max_num_seqs", self.max_num_seqs, 1, 2**20)
         for name in ("max_num_batched_tokens", "block_size", "growth_tokens"):
             in_range(name, getattr(self, name), 1)
@@ -425,6 +427,11 @@ class EngineConfig:
         if self.quantization is not None:
             weight_form(self.quantization)
         one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
+
+    def _check_switches(self) -> None:
+        for field in fields(self):
+            if field.type is bool:
+                check_switch(field.name, getattr(self, field.name))
 
     def _check_tiers(self) -> None:
         given: Any = self.kv_tier

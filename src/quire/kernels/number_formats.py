@@ -14,6 +14,7 @@ from quire.kernels.language import (
     HALVES,
     I8,
     I16,
+    I32,
     INTS,
     LANES,
     SHORTS,
@@ -82,7 +83,9 @@ def store_as(code: Code, value: Value, address: Int, kind: str, count: int = LAN
         value = _to_float8(code, value)
     elif kind == "i8":
         value = code.b.trunc(code.b.fptosi(value, INTS), BYTES)
-    if count < LANES:
+    if count == 1:  # LLVM ends the process over some vectors of a single float
+        value = code.b.extract_element(value, ir.Constant(I32, 0))
+    elif count < LANES:
         value = code.shuffle(value, value, list(range(count)))
     code.write(value, address)
 

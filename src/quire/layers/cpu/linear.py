@@ -302,7 +302,7 @@ class _Product:
         # Pieces of about one size: for a few rows that are left, weights would be read once more.
         pieces = ceil_div(num_rows, self._at_once)
         at_once = min(self._at_once, align_up(ceil_div(num_rows, pieces), LANES))
-        step = self._steps[shape] = _Step(
+        step = _Step(
             num_rows=num_rows,
             at_once=at_once,
             out_shapes=tuple((*shape[:-1], width) for width in self._widths[: self._outs]),
@@ -310,6 +310,8 @@ class _Product:
                 self._isa, min(num_rows, at_once), self._num_inputs
             ),
         )
+        if pieces == 1:  # many rows come in thousands of shapes, and take longer than this
+            self._steps[shape] = step
         return step
 
     def _needs_grad(self, x: Tensor) -> bool:
