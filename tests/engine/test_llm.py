@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -524,6 +524,39 @@ def test_close_gives_everything_back_and_ends_what_runs(strategy: str) -> None:
     for use in (llm.generate, llm.stream):
         with pytest.raises(RequestError, match="closed"):
             use(prompts()[0])
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["alike", "usual"])
+def test_engines_over_one_model_compute_in_turn(beside: bool) -> None:
+    """Each exchanges parts of the model for its passes, and none computes with the other's."""
+    own, errors = tiny_model("llama"), list[BaseException]()
+    asked = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    stop = Event()
+
+    def keep_asking(llm: LLM) -> None:
+        try:
+            while not stop.is_set():
+                assert ids(llm.generate(prompts(), asked)) == want
+                # Engines are made while others compute, too.
+                with LLM(own, kv_cache_memory_bytes="2MiB", max_model_len=64):
+                    pass
+        except BaseException as error:
+            errors.append(error)
+
+    first, second = (
+        LLM(own, batch_invariant=invariant, kv_cache_memory_bytes="8MiB", enforce_eager=True)
+        for invariant in (True, beside)
+    )
+    with first, second:
+        want = ids(second.generate(prompts(), asked))
+        alone = ids(first.generate(prompts(), asked))
+        other = Thread(target=keep_asking, args=(second,))
+        other.start()
+        for _ in range(8):
+            assert ids(first.generate(prompts(), asked)) == alone
+        stop.set()
+        other.join()
+    assert not errors
 
 
 def test_whatever_cannot_be_closed_the_cache_is() -> None:

@@ -49,6 +49,7 @@ from quire.memory.residency import Resident
 from quire.models.encoder_peak import encoder_footprints
 from quire.models.footprint import footprint
 from quire.models.loader import LoadedModel, adopt, load
+from quire.models.model_watch import turn_of
 from quire.models.quantized import rounds_inputs
 from quire.models.vision import Vision
 from quire.spec import ModelSpec
@@ -93,7 +94,8 @@ def build(
     """
     warn_if_none(loaded.device)
     other = OtherAttention(config, loaded)
-    with on_default_stream(loaded.device):  # on which steps run, too
+    # On the stream on which steps run, too, and while no other engine's step runs this model.
+    with on_default_stream(loaded.device), turn_of(loaded.model):
         while True:
             try:
                 return _built(config, loaded, provider, gauge, lock, statistics)

@@ -95,6 +95,10 @@ class ModelRunner:
         return self._recurrent is not None
 
     def run(self, plan: StepPlan) -> Tensor:
+        with self._watch.turn:
+            return self._run_plan(plan)
+
+    def _run_plan(self, plan: StepPlan) -> Tensor:
         if not self._watch.look():
             raise ModelChanged(f"{self._name} is not what it was in the last step")
         chunks: list[tuple[int, int, int]] = []

@@ -1,13 +1,28 @@
 """Whether a model is still what it was; changes by its owner and by its passes are told apart."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from threading import Lock, RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 
 from quire.layers.watch import Place, WeightsWatch
+
+_LOCK = Lock()
+_TURNS: WeakKeyDictionary[PreTrainedModel, AbstractContextManager[object]] = WeakKeyDictionary()
+
+
+def turn_of(model: PreTrainedModel) -> AbstractContextManager[object]:
+    """Return what engines over one model object enter in turn: a thread may enter it again.
+
+    A pass has parts of the model exchanged, which another engine's thread would take for a change
+    by the model's owner, or would compute with.
+    """
+    with _LOCK:
+        return _TURNS.setdefault(model, RLock())
 
 
 class ModelWatch:
@@ -21,6 +36,7 @@ class ModelWatch:
     def __init__(self, model: PreTrainedModel, *, is_private: bool = False) -> None:
         """``is_private``: nothing outside of the engine has it, and there is nothing to look at."""
         self.model = model
+        self.turn = turn_of(model)
         self._is_private = is_private
         self._hooks_of_all = _hooks_of_all()
         self._watch: WeightsWatch | None = None
