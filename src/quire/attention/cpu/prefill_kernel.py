@@ -120,7 +120,7 @@ def write_weigh(
         if masked:
             seen = code.b.fcmp_unordered(">", value, code.floats(LOWEST))  # or is no number
             found = code.b.select(seen, found, code.floats(0.0))
-        total = code.plus(total, found)
+        total = code.b.fadd(total, found)  # in this order, masked or not
         if scaled:
             found = code.times(found, code.splat(code.read(scales + t * 4, F32)))
         return found, total
@@ -135,8 +135,8 @@ def write_weigh(
             code.store(second, weights + (t + 1) * LINE_BYTES)
         return [one, other]
 
-    sums = code.plus(*code.loop(keys, [code.floats(0.0)] * 2, two, step=2))
-    code.store(code.plus(code.load(state + LINE_BYTES), sums), state + LINE_BYTES)
+    sums = code.b.fadd(*code.loop(keys, [code.floats(0.0)] * 2, two, step=2))
+    code.store(code.b.fadd(code.load(state + LINE_BYTES), sums), state + LINE_BYTES)
     code.end()
 
 
