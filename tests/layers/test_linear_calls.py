@@ -291,10 +291,16 @@ def test_a_call_that_is_made_again_finds_its_plan_after_other_numbers_of_threads
     assert scratch.numel()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_batch_invariant_product_is_never_torchs(dtype: torch.dtype, calls: list[Tensor]) -> None:
+# The last two leave many rows to torch without the option.
+@pytest.mark.parametrize(
+    ("isa", "dtype"),
+    [("native", torch.bfloat16), ("sse", torch.float32), ("avx512", torch.float32)],
+)
+def test_a_batch_invariant_product_is_never_torchs(
+    isa: str, dtype: torch.dtype, calls: list[Tensor]
+) -> None:
     """Nor does a row's result depend on how many others there are, or on which they are."""
-    cpu = CpuLinear(kernel_dir=kernel_folder(), batch_invariant=True)
+    cpu = CpuLinear(isa_or_skip(isa), kernel_folder(), batch_invariant=True)
     weights = [torch.randn(width, 333).to(dtype) for width in (48, 33)]
     product, gated = cpu.bind(weights), cpu.bind_gated(weights[0], weights[0], "silu")
     x = torch.randn(300, 333).to(dtype)
