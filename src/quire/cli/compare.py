@@ -72,7 +72,8 @@ def compare(
     num_same = sum(len(set(texts)) == 1 for texts in zip(*(run.texts for run in runs), strict=True))
     if as_json:
         same = num_same == len(prompts)
-        print(json.dumps({"same_text": same, "runs": [_as_dict(run) for run in runs]}))
+        found: dict[str, Any] = {"same_text": same, "batch_invariant": not runs[0].not_invariant}
+        print(json.dumps(found | {"runs": [_as_dict(run) for run in runs]}))
         return
     is_exact = loaded.model.dtype.itemsize > 2 or not runs[0].not_invariant
     said = said_of_texts(num_same, len(prompts), is_exact=is_exact)
