@@ -27,7 +27,6 @@ from quire.kernels.language import (
     Isa,
 )
 from quire.kernels.number_formats import load_as, narrow, rounded, store_as
-from quire.layers.cpu import linear_kernel as tiles
 from quire.layers.cpu.activation import activate
 from quire.layers.cpu.linear_frame import (
     ALIAS_BYTES,
@@ -64,6 +63,26 @@ def copy_rest(code: Code, element_bytes: int, source: Int, count: Int, target: I
         lambda n: code.write(code.read(source + n, typ), target + n),
         step=element_bytes,
     )
+
+
+def _copy_last(
+    code: Code, weights: Int, row_bytes: Int, num_inputs: Int, room: Int, *, step: int, size: int
+) -> None:
+    """Copy a block's weights of the last inputs, where they fill no step, a line each."""
+    whole, rest, _ = _divided(num_inputs, step)
+
+    def copy() -> None:
+        for o in range(BLOCK):
+            source = weights + row_bytes * o + whole * (step * size)
+            copy_rest(code, size, source, rest, room + o * LINE_BYTES)
+
+    code.when(rest >= 1, copy)
+
+
+def _divided(num_inputs: Int, step: int) -> tuple[Int, Int, Int]:
+    """Return a row's whole steps, the inputs that are left, and its steps with those."""
+    whole = num_inputs // step
+    return whole, num_inputs - whole * step, (num_inputs + (step - 1)) // step
 
 
 # -- by vectors ------------------------------------------------------------------------------------
@@ -141,9 +160,8 @@ def _pack_for_vectors(code: Code, shape: ProductShape) -> None:
     """(x, its row bytes, rows, inputs, target, room for a line): rows of whole steps."""
     x, row_bytes, num_rows, num_inputs, target, room = code.params
     step, size = shape.step(code.isa), shape.element_bytes
-    whole = num_inputs // step
-    rest = num_inputs - whole * step
-    target_row = (num_inputs + (step - 1)) // step * LINE_BYTES
+    whole, rest, steps = _divided(num_inputs, step)
+    target_row = steps * LINE_BYTES
 
     def row(r: Int) -> None:
         source, to = x + r * row_bytes, target + r * target_row
@@ -177,17 +195,9 @@ def _multiply_vectors(code: Code, shape: ProductShape) -> None:
     """
     weights, row_bytes, num_inputs, x, num_rows, sums, ahead, room = code.params
     step, size = shape.step(code.isa), shape.element_bytes
-    steps = (num_inputs + (step - 1)) // step
+    whole, _, steps = _divided(num_inputs, step)
     x_row = steps * LINE_BYTES
-    whole = num_inputs // step
-    rest = num_inputs - whole * step
-
-    def last_inputs() -> None:
-        for o in range(BLOCK):
-            source = weights + row_bytes * o + whole * (step * size)
-            copy_rest(code, size, source, rest, room + o * LINE_BYTES)
-
-    code.when(rest >= 1, last_inputs)
+    _copy_last(code, weights, row_bytes, num_inputs, room, step=step, size=size)
 
     def some_outputs(o: Int) -> None:
         here, line = weights + o * row_bytes, room + o * LINE_BYTES
@@ -299,7 +309,7 @@ def _some_rows(code: Code, shape: ProductShape, rows: int, first: bool) -> None:
     """(weights, their row bytes, inputs, x, its row bytes, c, next, the outputs' last inputs)."""
     weights, row_bytes, num_inputs, x, x_row, sums, ahead, last = code.params
     step, size = shape.step(code.isa), shape.element_bytes
-    whole = num_inputs // step
+    whole, has_rest, _ = _divided(num_inputs, step)
     some_bytes = OUTPUTS * step * size  # of weights
     places = [weights + row_bytes * o for o in range(OUTPUTS)]
 
@@ -328,7 +338,6 @@ def _some_rows(code: Code, shape: ProductShape, rows: int, first: bool) -> None:
     def rest(_: Int, totals: list[Value]) -> list[Value]:
         return add(totals, whole, [last + o * LINE_BYTES for o in range(OUTPUTS)])
 
-    has_rest = num_inputs - whole * step
     totals = code.loop(has_rest.at_most(1), totals, rest)
     _write_sums(code, totals, rows, sums)
     code.end()
@@ -397,7 +406,7 @@ def gated(code: Code, gate: Value, up: Value, activation: str, kind: str) -> Val
 def write_worker(module: ir.Module, shape: ProductShape, isa: Isa) -> None:
     """Add "work" and all that it needs to a module. Its parameter is a frame's address."""
     if shape.tiles:
-        tiles.write_tiles(module, isa)
+        write_tiles(module, isa)
     else:
         write_vectors(module, shape, isa)
     if shape.panel_rows(isa) is not None:
@@ -579,10 +588,8 @@ def _pack_for_tiles(code: Code, at_once: int, size: int) -> None:
     bytes each.
     """
     x, row_bytes, num_rows, num_inputs, target, room = code.params
-    step_inputs = LINE_BYTES // size
-    whole = num_inputs // step_inputs * LINE_BYTES
-    rest = num_inputs % step_inputs
-    steps = (num_inputs + (step_inputs - 1)) // step_inputs
+    whole, rest, steps = _divided(num_inputs, LINE_BYTES // size)
+    whole_bytes = whole * LINE_BYTES
     panels = (num_rows + (LANES - 1)) // LANES
 
     def panel(first: Int) -> None:
@@ -603,10 +610,10 @@ def _pack_for_tiles(code: Code, at_once: int, size: int) -> None:
         def last() -> None:
             lines = [room + n * LINE_BYTES for n in range(LANES)]
             for row, line in zip(rows, lines, strict=True):
-                copy_rest(code, size, row + whole, rest, line)
-            tile(lines, here + whole * LANES * together)
+                copy_rest(code, size, row + whole_bytes, rest, line)
+            tile(lines, here + whole_bytes * LANES * together)
 
-        code.each(whole, step, step=LINE_BYTES)
+        code.each(whole_bytes, step, step=LINE_BYTES)
         code.when(rest >= 1, last)
 
     code.each(num_rows, panel, step=LANES)
@@ -620,8 +627,7 @@ def _multiply_tiles(code: Code) -> None:
     """
     weights, row_bytes, num_inputs, x, num_rows, sums, ahead, room = code.params
     panels = (num_rows + (LANES - 1)) // LANES
-    whole, rest = num_inputs // STEP, num_inputs % STEP
-    steps = (num_inputs + (STEP - 1)) // STEP
+    whole, rest, steps = _divided(num_inputs, STEP)
     last = code.choose(rest >= 1, room, code.whole(0))
 
     def run(panel: Int, number: int, first: bool) -> None:
@@ -640,20 +646,9 @@ def _multiply_tiles(code: Code) -> None:
 
         code.either(panel.equals(0), lambda: run_some(True), lambda: run_some(False))
 
-    code.when(rest >= 1, lambda: _copy_last(code, weights, row_bytes, num_inputs, room, 2))
+    _copy_last(code, weights, row_bytes, num_inputs, room, step=STEP, size=2)
     code.each(panels, some_panels, step=_AT_ONCE)
     code.end()
-
-
-def _copy_last(
-    code: Code, weights: Int, row_bytes: Int, num_inputs: Int, room: Int, size: int
-) -> None:
-    """Copy a block's weights of the last inputs, which fill no tile, a line each."""
-    step_inputs = LINE_BYTES // size
-    whole, rest = num_inputs // step_inputs, num_inputs % step_inputs
-    for o in range(BLOCK):
-        source = weights + row_bytes * o + whole * LINE_BYTES
-        copy_rest(code, size, source, rest, room + o * LINE_BYTES)
 
 
 def _some_panels(code: Code, panels: int, first: bool) -> None:
@@ -727,10 +722,10 @@ def _panels_name(panels: int, outputs: int, first: bool) -> str:
 def _multiply_panels(code: Code, size: int, *, pairs: bool) -> None:
     """(weights, their row bytes, inputs, x, rows, c, next, room): as "multiply" of tiles."""
     weights, row_bytes, num_inputs, x, num_rows, sums, ahead, room = code.params
-    step_inputs = LINE_BYTES // size
     panels = (num_rows + (LANES - 1)) // LANES
-    whole, rest = num_inputs // step_inputs, num_inputs % step_inputs
-    panel_bytes = (num_inputs + (step_inputs - 1)) // step_inputs * _TILE_BYTES
+    step = LINE_BYTES // size
+    whole, rest, steps = _divided(num_inputs, step)
+    panel_bytes = steps * _TILE_BYTES
 
     def run(panel: Int, number: int, first: bool) -> None:
         if number > 1 or not pairs:
@@ -772,7 +767,7 @@ def _multiply_panels(code: Code, size: int, *, pairs: bool) -> None:
             lambda: run_some(MOST_PANELS, False),
         )
 
-    code.when(rest >= 1, lambda: _copy_last(code, weights, row_bytes, num_inputs, room, size))
+    _copy_last(code, weights, row_bytes, num_inputs, room, step=step, size=size)
     code.each(panels, some_panels, step=MOST_PANELS)
     code.end()
 
