@@ -380,7 +380,6 @@ class EngineConfig:
                 "kv_events_config: enable_kv_cache_events needs enable_prefix_caching: without it "
                 "no block is kept that could be announced"
             )
-        self._check_switches()
         in_range("max_num_seqs", self.max_num_seqs, 1, 2**20)
         for name in ("max_num_batched_tokens", "block_size", "growth_tokens"):
             in_range(name, getattr(self, name), 1)
@@ -411,6 +410,7 @@ class EngineConfig:
         one_of("residency", self.residency, ("on-demand", "prefault", "lock"))
         in_range("seed", self.seed, 0, 2**63)
         in_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
+        self._check_switches()
         STRATEGIES.require(self.cache, "cache")
         PROVIDERS.require(self.memory_provider, "memory_provider")
         if self.memory_provider != "auto" and self.residency == "lock":
@@ -432,6 +432,12 @@ class EngineConfig:
         for field in fields(self):
             if field.type is bool:
                 check_switch(field.name, getattr(self, field.name))
+        if self.batch_invariant and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"batch_invariant needs tensor_parallel_size=1, and it is "
+                f"{self.tensor_parallel_size}: ranks add up their parts in an order that goes by "
+                f"the number of tokens"
+            )
 
     def _check_tiers(self) -> None:
         given: Any = self.kv_tier

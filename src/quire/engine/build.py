@@ -272,12 +272,6 @@ def load_named(
     Raises: ConfigError, ModelNotLoadable, UnsupportedModel, RankLost.
     """
     if config.tensor_parallel_size > 1:
-        if config.batch_invariant:  # before minutes are spent on parts that cannot be used
-            raise ConfigError(
-                f"batch_invariant needs tensor_parallel_size=1, and it is "
-                f"{config.tensor_parallel_size}: ranks add up their parts in an order that goes by "
-                f"the number of tokens"
-            )
         return load_parts(
             name,
             config.tensor_parallel_size,
